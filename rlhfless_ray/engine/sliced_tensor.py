@@ -24,14 +24,14 @@ class SlicedTensor(Tensor):
     """
 
     weights: PublishedVersion
-    name: str
+    called: str  # the whole tensor
     whole: tuple[int, ...]  # shape of the whole tensor
     firsts: tuple[int, ...]  # first index of each axis
 
     @staticmethod
     def __new__(cls, weights: PublishedVersion, name: str, whole: tuple[int, ...], firsts: tuple[int, ...], shape: Any, dtype: Any) -> Any:
         made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
-        made.weights, made.name, made.whole, made.firsts = weights, name, whole, firsts
+        made.weights, made.called, made.whole, made.firsts = weights, name, whole, firsts
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -56,16 +56,16 @@ class SlicedTensor(Tensor):
         axis %= len(self.whole)
         firsts, shape = list(self.firsts), list(self.shape)
         firsts[axis], shape[axis] = firsts[axis] + first, size
-        return SlicedTensor(self.weights, self.name, self.whole, tuple(firsts), shape, self.dtype)
+        return SlicedTensor(self.weights, self.called, self.whole, tuple(firsts), shape, self.dtype)
 
     def fetched(self) -> Tensor:
         """Return the values, which may be read-only."""
         extents = list(zip(self.firsts, self.shape, strict=True))
         cut = sorted((size / of, axis) for axis, ((_, size), of) in enumerate(zip(extents, self.whole, strict=True)) if size != of)
         if not cut:
-            return as_tensor(self.weights[self.name])
+            return as_tensor(self.weights[self.called])
         (_, axis), *others = cut
-        values = as_tensor(self.weights.read(TensorSlice.along(self.name, self.whole, axis, *extents[axis])))
+        values = as_tensor(self.weights.read(TensorSlice.along(self.called, self.whole, axis, *extents[axis])))
         for _, other in others:
             values = values.narrow(other, *extents[other])
         return values

@@ -90,7 +90,7 @@ class RayStore:
     """Ray's object store, for a process of Ray, and for a further member of an engine, which joins the cluster when it fetches first."""
 
     def __init__(self) -> None:
-        self.engine: tuple[str, ActorHandle] | None = None  # whom a further member asks: the cluster's address, and the engine's actor
+        self.engine: tuple[str, bytes] | None = None  # whom a further member asks: the cluster's address, and the engine's pickled actor
 
     def put(self, slices: Slices) -> Any:
         import ray
@@ -105,14 +105,15 @@ class RayStore:
             address, actor = self.engine
             if not ray.is_initialized():
                 ray.init(address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
-            refs = ray.get(actor.published.options(concurrency_group="control").remote(version), timeout=within_s)
+            engine: ActorHandle = ray.cloudpickle.loads(actor)  # only once this process has joined
+            refs = ray.get(engine.published.options(concurrency_group="control").remote(version), timeout=within_s)
         return ray.get(list(refs or ()), timeout=within_s)
 
     def __getstate__(self) -> dict[str, Any]:
         import ray
 
         context = ray.get_runtime_context()
-        return {"engine": self.engine or (context.gcs_address, context.current_actor)}
+        return {"engine": self.engine or (context.gcs_address, ray.cloudpickle.dumps(context.current_actor))}
 
 
 class ObjectStoreChannel:
