@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,10 +25,9 @@ from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
 from rlhfless_ray.types import EngineStep, Fetched, Prefilled, Request, Span
-from rlhfless_ray.weights.channel import ObjectStoreChannel, PublishedVersion
+from rlhfless_ray.weights.channel import BASE, ObjectStoreChannel, PublishedVersion, base_slices
 from rlhfless_ray.weights.checksum import damaged, digests_like
 from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder
-from rlhfless_ray.weights.remote_folder import map_files
 from rlhfless_ray.weights.tensor_file import Files
 from rlhfless_ray.weights.tensor_slice import Slices
 
@@ -104,22 +104,24 @@ class EngineActor:
         expected: Mapping[str, int],
         base: Files | tuple[str, Mapping[str, int], str] | None = None,
         *more: Slices,
-        refs: Sequence[Any] = (),
+        refs: Mapping[int, Sequence[Any]] = MappingProxyType({}),
     ) -> list[Span]:
         """Load a weight version from its parts: `part` and `more`.
 
-        `expected`: the digest of each slice. `base`: see `VllmEngine.load`, or the arguments of `map_files`. `refs`: references to the
-        parts, if there are further members.
+        `expected`: the digest of each slice. `base`: see `base_slices`. `refs`: references to the parts, and to the base as version
+        BASE, if there are further members.
 
         Raises ValueError with the slices' names if the bytes differ from the published ones.
         """
         start = time.time()
-        self.channel.offer(version, (part, *more), expected, refs)
+        self.channel.offer(version, (part, *more), expected, refs.get(version, ()))
+        if base is not None:
+            self.channel.offer(BASE, [base_slices(base)], {}, refs.get(BASE, ()))
         try:
             self.engine.check(self.channel, version)
             self.engine.unpark()
-            weights = PublishedVersion(self.channel, version)
-            self.engine.load(version, weights, map_files(*base) if isinstance(base, tuple) else base)
+            weights, below = (PublishedVersion(self.channel, number) for number in (version, BASE))
+            self.engine.load(version, weights, None if base is None else below)
         finally:
             self.channel.close()
         return [Span("transfer", f"load version {version}", start, time.time())]

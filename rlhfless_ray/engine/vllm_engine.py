@@ -37,8 +37,6 @@ from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.channel import PublishedVersion, WeightChannel
 from rlhfless_ray.weights.compare import differing
-from rlhfless_ray.weights.model_folder import stored_weights
-from rlhfless_ray.weights.tensor_file import Files, as_numpy
 
 if TYPE_CHECKING:
     from rlhfless_ray.engine.drafts import Drafter
@@ -122,10 +120,10 @@ class VllmEngine:
         """Let the members check all that was published. Raises WeightsDamaged before the engine's weights change."""
         self._call_workers(check_weights, channel, version)
 
-    def load(self, version: int, weights: Mapping[str, np.ndarray], base: Files | None = None) -> None:
+    def load(self, version: int, weights: Mapping[str, np.ndarray], base: Mapping[str, np.ndarray] | None = None) -> None:
         """Replace the weights in place. Raises ValueError if the model has weights that are not among them.
 
-        With `EngineSettings.adapter` the weights are an adapter's, by peft's names, and `base` has the files of the model below it.
+        With `EngineSettings.adapter` the weights are an adapter's, by peft's names, and `base` has the weights of the model below it.
         The base is loaded only if the engine lacks it. Later requests have `version` in their cache salt, so they cannot reach cached
         KV of older weights.
         """
@@ -151,13 +149,13 @@ class VllmEngine:
         """Return what `function(worker, *args)` returns in every member's vLLM worker."""
         return self.engine.collective_rpc(cast(Any, function), args=args)
 
-    def _replace_adapter(self, version: int, weights: Mapping[str, np.ndarray], base: Files | None) -> None:
+    def _replace_adapter(self, version: int, weights: Mapping[str, np.ndarray], base: Mapping[str, np.ndarray] | None) -> None:
         from rlhfless_ray.engine.adapter_layers import REQUEST, put_adapter
 
         if not self.has_base:
             if base is None:
                 raise ValueError(f"weight version {version} is an adapter, but its base is missing")
-            self._replace_weights(version, {name: as_numpy(tensor) for name, tensor in stored_weights(base)})
+            self._replace_weights(version, base)
             self.has_base = True
         if unknown := self._call_workers(put_adapter, weights, self.adapter)[0]:
             raise ValueError(f"weight version {version} adapts {len(unknown)} layers that the engine lacks, {unknown[0]} first")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.types import WeightVersion
+from rlhfless_ray.weights.channel import BASE
 
 
 def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:
@@ -20,7 +21,7 @@ def fetch_into(instance: Instance, weights: WeightVersion) -> None:
         first, *more = shards = weights.shards_for(instance.slot.node) or (None,)
         base = () if weights.base is None and not more else (weights.base,)
         # each of several members maps the shards by itself
-        refs = {"refs": shards} if len(instance.leases) > 1 else {}
+        refs = {"refs": {weights.version: shards, BASE: base}} if len(instance.leases) > 1 else {}
         instance.loading = instance.actor.load.remote(weights.version, first, expected, *base, *more, **refs)
         instance.version = weights.version
     instance.state = State.READY

@@ -14,13 +14,17 @@ import numpy as np
 
 from rlhfless_ray.weights.checksum import damaged, digests, listed
 from rlhfless_ray.weights.layout import whole_tensors
-from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices, TensorSlice
+from rlhfless_ray.weights.model_folder import stored_weights
+from rlhfless_ray.weights.remote_folder import map_files
+from rlhfless_ray.weights.tensor_file import Files, as_numpy
+from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices, TensorSlice, whole_slices
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
 Content = tuple[tuple[int, ...], np.dtype]  # shape and type of a tensor
+BASE = -1  # number of the weights below adapters, which are files of a folder
 FETCH_S = 600.0  # deadline for what a publisher has to send
 
 
@@ -86,6 +90,12 @@ class PublishedVersion(Mapping[str, np.ndarray]):
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.contents.values())
 
 
+def base_slices(base: Files | tuple[str, Mapping[str, int], str]) -> Slices:
+    """Return the weights of a folder as slices. `base`: its files, or the arguments of `map_files`."""
+    files = map_files(*base) if isinstance(base, tuple) else base
+    return whole_slices({name: as_numpy(tensor) for name, tensor in stored_weights(files)})
+
+
 class RayStore:
     """Ray's object store, for a process of Ray, and for a further member of an engine, which joins the cluster when it fetches first."""
 
@@ -130,8 +140,7 @@ class ObjectStoreChannel:
         self.fetched_bytes = 0
 
     def offer(self, version: int, parts: Sequence[Slices], digest_of: Mapping[str, int], refs: Sequence[ObjectRef] = ()) -> None:
-        """Offer only this version, whose parts this process has mapped already. `refs`: to the parts, for further members."""
-        self.close()
+        """Offer a version whose parts this process has mapped already. `refs`: to the parts, for further members."""
         self.held[version], self.digests[version], self.refs[version] = HeldSlices.of(*parts), digest_of, refs
 
     def publish(self, version: int, slices: Slices) -> None:
@@ -179,7 +188,7 @@ class ObjectStoreChannel:
             raise PublisherLost(
                 f"weight version {version} did not come from the object store within {self.within_s:g} s: {error}"
             ) from error
-        self.held[version] = HeldSlices.of(*parts)
+        self.held[version] = HeldSlices.of(*(base_slices(*parts),) if version == BASE else parts)
         return self.held[version]
 
     def __getstate__(self) -> dict[str, Any]:

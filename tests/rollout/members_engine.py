@@ -39,7 +39,7 @@ def main(file: Path, kind: str) -> None:
     found = {}
     for name in "AB":
         if kind == "adapter":
-            engine.load(next(VERSIONS), Trained(FILES["A"], ord(name)).weights, FILES["A"])
+            engine.load(next(VERSIONS), Trained(FILES["A"], ord(name)).weights, weights_of(FILES["A"]))
         else:
             engine.load(next(VERSIONS), weights_of(FILES[name]))
         found[name] = answer(engine, at_several_temperatures(requests()) if kind == "plain" else requests())
