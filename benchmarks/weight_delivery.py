@@ -78,6 +78,7 @@ class Engine:
         for member in self.members:
             member.call("fetch", (self.channel, version))
         found = [self.first.fetch(self.channel, version), *(member.result() for member in self.members)]
+        self.channel.close()
         return time.perf_counter() - start, found
 
     def sockets(self, version: int, digest_of: dict[str, int], refs: Sequence[Any], *parts: Slices) -> tuple[float, list[Any]]:
@@ -99,15 +100,16 @@ def measure(width: int, ranks: Sequence[Any], versions: int) -> dict[str, dict[s
     engine: Any = ray.remote(num_cpus=0, concurrency_groups=Engine.concurrency_groups)(Engine).remote(width)
     seconds: dict[str, list[float]] = {"fetch": [], "sockets": []}
     sizes: dict[str, list[int]] = {}
-    for version in range(versions + 1):
-        published = [rank.weights.options(num_returns=2).remote(version) for rank in ranks]
+    for number in range(2 * (versions + 1)):
+        way = list(seconds)[number % 2]
+        published = [rank.weights.options(num_returns=2).remote(number) for rank in ranks]
         refs = [ref for ref, _ in published]
         digest_of = {name: digest for _, of_rank in published for name, digest in ray.get(of_rank).items()}
-        for way in seconds:
-            took, members = ray.get(getattr(engine, way).remote(version, digest_of, refs, *refs), timeout=300)
-            if version:  # the first one touches the members' memory, and lets further members join Ray
-                seconds[way].append(took)
-                sizes[way] = [size for _, size in members]
+        took, members = ray.get(getattr(engine, way).remote(number, digest_of, refs, *refs), timeout=300)
+        if number > 1:  # the first of each way touches the members' memory, and lets further members join Ray
+            seconds[way].append(took)
+            sizes[way] = [size for _, size in members]
+        del published, refs
     ray.kill(engine)
     return {way: {"seconds": Spread.of(seconds[way]), "bytes_per_member": sizes[way]} for way in seconds}
 

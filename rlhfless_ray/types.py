@@ -233,6 +233,9 @@ class CriticStats:
     skipped_last: int = 0
 
 
+BASE = -1  # version number of the weights below adapters, which do not change
+
+
 @dataclass(frozen=True)
 class WeightVersion:
     """The weights of one version, checked by checksum when they are loaded."""

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,8 @@ from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.runtime.worker_pools import prices
 from rlhfless_ray.supervise.rank_recorder import DRIVER, RankRecorder
 from rlhfless_ray.weights.checksum import checksum, digests
-from rlhfless_ray.weights.remote_folder import FolderInStore
+from rlhfless_ray.weights.model_folder import DividedFiles
+from rlhfless_ray.weights.remote_folder import divide_folder
 from rlhfless_ray.weights.shards import save_slices, shard_name
 from rlhfless_ray.weights.tensor_file import load_tensors, save_tensors
 from rlhfless_ray.weights.tensor_slice import HeldSlices, TensorSlice, whole_slices
@@ -233,20 +235,21 @@ def test_a_rank_of_zero_3_pulls_its_own_part_of_the_model(nodes):
     """Before, every node pulled all weights where its ranks do not see the driver's folders."""
 
     class Rank:
-        def own(self, folder: FolderInStore) -> tuple[bytes, float]:
-            with folder.files(1).folder() as path:
+        def own(self, folder: DividedFiles) -> tuple[bytes, float]:
+            with replace(folder, rank=1).folder() as path:
                 tensors = load_tensors((path / "model.safetensors").read_bytes())
                 return (path / "config.json").read_bytes(), float(tensors["w"].sum())
 
     here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
     weights = save_tensors({"w": torch.cat([torch.full((2**18,), 2.0), torch.ones(2**18)])})
-    folder = FolderInStore.put({"config.json": b"{}", "model.safetensors": weights}, 2)
+    folder: Any = divide_folder({"config.json": b"{}", "model.safetensors": weights}, 2)
+    (parts,) = folder.fetch.args
     rank = ray.remote(Rank).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(there, soft=False)).remote()
-    assert ray.get(rank.own.remote(folder), timeout=60) == (b"{}", 2.0**18)
+    assert ray.get(rank.own.remote(ray.put(folder)), timeout=60) == (b"{}", 2.0**18)
     places, end_s = {}, time.monotonic() + 30
-    while there not in places.get(folder.parts[1], {}).get("node_ids", ()) and time.monotonic() < end_s:
-        places = get_local_object_locations(list(folder.parts))
-    assert [{*places[part]["node_ids"]} for part in folder.parts] == [{here}, {here, there}]
+    while there not in places.get(parts[1], {}).get("node_ids", ()) and time.monotonic() < end_s:
+        places = get_local_object_locations(parts)
+    assert [{*places[part]["node_ids"]} for part in parts] == [{here}, {here, there}]
 
 
 def worker_class() -> type:

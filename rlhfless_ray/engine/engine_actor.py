@@ -24,8 +24,8 @@ from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
-from rlhfless_ray.types import EngineStep, Fetched, Prefilled, Request, Span
-from rlhfless_ray.weights.channel import BASE, ObjectStoreChannel, PublishedVersion, base_slices
+from rlhfless_ray.types import BASE, EngineStep, Fetched, Prefilled, Request, Span
+from rlhfless_ray.weights.channel import ObjectStoreChannel, PublishedVersion, base_slices
 from rlhfless_ray.weights.checksum import damaged, digests_like
 from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files

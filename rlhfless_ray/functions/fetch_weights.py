@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.types import WeightVersion
-from rlhfless_ray.weights.channel import BASE
+from rlhfless_ray.types import BASE, WeightVersion
 
 
 def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:

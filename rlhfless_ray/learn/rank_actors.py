@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +13,8 @@ import numpy as np
 from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
-from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, FolderInStore, deliver, is_divided, map_files, sees
+from rlhfless_ray.weights.model_folder import DividedFiles
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, deliver, is_divided, map_files, sees
 from rlhfless_ray.weights.tensor_file import Files, RemoteFile, read_header_bytes
 from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices
 
@@ -87,15 +89,15 @@ class RankActor:
         address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         return address, free_port(address)
 
-    def build(self, files: Source | FolderInStore, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
+    def build(self, files: Source | DividedFiles, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""
         from rlhfless_ray.learn.trainer_rank import read_state
         from rlhfless_ray.local.cpu_bfloat16 import note
         from rlhfless_ray.local.process_memory import own_memory_mb
 
         saved = None if state is None else read_state(read_source(state), parts_in(state))
-        if isinstance(files, FolderInStore):
-            model: Any = files.files(self.rank.settings.rank)
+        if isinstance(files, DividedFiles):
+            model: Any = replace(files, rank=self.rank.settings.rank)
         else:
             model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         _, spans = timed(lambda: self.rank.open(model, rendezvous, saved), "start", f"open {self.name}", threads)
@@ -150,7 +152,7 @@ class LearnerActor(RankActor):
 
         return LearnerRank
 
-    def build(self, files: Source | FolderInStore, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
+    def build(self, files: Source | DividedFiles, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         built = super().build(files, rendezvous, threads, state)
         trainer = self.rank.trainer
         return {**built, "reads_published": trainer.reads_published, "holds_all": trainer.holds_all}

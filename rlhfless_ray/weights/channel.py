@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rlhfless_ray.types import BASE
 from rlhfless_ray.weights.checksum import damaged, digests, listed
 from rlhfless_ray.weights.layout import whole_tensors
 from rlhfless_ray.weights.model_folder import stored_weights
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 Content = tuple[tuple[int, ...], np.dtype]  # shape and type of a tensor
-BASE = -1  # number of the weights below adapters, which are files of a folder
 FETCH_S = 600.0  # deadline for what a publisher has to send
 
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rlhfless_ray.weights.layout import padded_share
 from rlhfless_ray.weights.tensor_file import (
     Content,
     FileParts,
     RemoteFile,
     as_numpy,
+    iterate_tensors,
     load_tensors,
     read_metadata,
     read_shapes,
     save_tensors,
 )
-from rlhfless_ray.weights.tensor_slice import UNKNOWN, HeldSlices, TensorSlice
+from rlhfless_ray.weights.tensor_slice import UNKNOWN, HeldSlices, Slices, TensorSlice
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 STARTS = "starts"  # in a file's metadata: {tensor name: first element}, for tensors that are slices
@@ -43,6 +47,29 @@ def save_slices(slices: Mapping[TensorSlice, Tensor]) -> FileParts:
 def has_intervals(content: Content) -> bool:
     """Return whether a file of `save_slices` has any. Other files have whole tensors."""
     return STARTS in read_metadata(content)
+
+
+def share_of(content: Content, rank: int, ranks: int) -> Slices:
+    """Return a rank's share of every tensor of a file, as ZeRO 3 divides them. They are views of the file if possible."""
+    arrays = ((name, as_numpy(tensor)) for name, tensor in iterate_tensors(content))
+    shares = ((TensorSlice(name, array.shape, *padded_share(array.size, ranks, rank)), array) for name, array in arrays)
+    return {share: array.reshape(-1)[share.start : share.end] for share, array in shares}
+
+
+def write_slices(path: Path, header: bytes, parts: Iterable[Slices]) -> None:
+    """Write a safetensors file with this header, of which only some slices are there. The rest is holes.
+
+    Raises ValueError if a slice is of a tensor that has another shape in the header.
+    """
+    shapes, tensors = read_shapes(header), json.loads(header[8:])
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + max((tensors[name]["data_offsets"][1] for name in shapes), default=0))
+        for piece, values in ((piece, values) for part in parts for piece, values in part.items()):
+            if shapes[piece.name] != piece.shape:
+                raise ValueError(f"{path.name}: {piece} is of a tensor of shape {piece.shape}, where its header says {shapes[piece.name]}")
+            file.seek(len(header) + tensors[piece.name]["data_offsets"][0] + piece.start * values.itemsize)
+            file.write(np.ascontiguousarray(values).view(np.uint8).data)
 
 
 class _File:

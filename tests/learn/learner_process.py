@@ -39,7 +39,8 @@ from rlhfless_ray.local.member_process import PARENT_DEATH_SIGNAL
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.weights.model_folder import DividedFiles
-from rlhfless_ray.weights.tensor_file import cut_file, read_header_bytes
+from rlhfless_ray.weights.shards import share_of
+from rlhfless_ray.weights.tensor_file import read_header_bytes
 from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices
 
 
@@ -75,7 +76,7 @@ def _files(case: dict[str, Any], rank: int, ranks: int) -> Any:
     return DividedFiles(
         {name: content for name, content in files.items() if name not in weights},
         {name: read_header_bytes(content) for name, content in weights.items()},
-        lambda other: {name: cut_file(content, other, ranks) for name, content in weights.items()},
+        lambda other: {name: share_of(content, other, ranks) for name, content in weights.items()},
         rank,
         ranks,
     )
