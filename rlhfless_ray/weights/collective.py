@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from rlhfless_ray.weights.channel import FETCH_S, Content, PublisherLost, WeightsDamaged, WeightsMissing
 from rlhfless_ray.weights.checksum import damaged, digests, listed
-from rlhfless_ray.weights.tensor_slice import HeldSlices, Place, Slices, TensorSlice, assembled, at, overlaps
+from rlhfless_ray.weights.tensor_slice import HeldSlices, Place, Slices, TensorSlice, at, is_comparable, joined, overlaps
 
 HEADER, BODY = 1, 2  # tags of messages
 IDLE = timedelta(days=365)  # a publisher waits for readers without a deadline
@@ -81,7 +81,7 @@ class CollectiveChannel:
         offered = [[piece for piece in of_publisher if piece.name == wanted.name] for of_publisher in self._offered(version)]
         if not any(offered):
             raise WeightsMissing(f"weight version {version} has no tensor {wanted.name}")
-        if not wanted.is_flat and any(not x.is_flat and x.axis != wanted.axis for pieces in offered for x in pieces):
+        if not all(is_comparable(wanted, piece) for pieces in offered for piece in pieces):
             whole = TensorSlice.whole(wanted.name, wanted.shape)
             return HeldSlices.of({whole: self._fetch(version, whole).reshape(-1)}).read(wanted)
         parts: list[tuple[Place, np.ndarray]] = []
@@ -89,7 +89,7 @@ class CollectiveChannel:
             places = [place for piece in pieces for place, _ in overlaps(wanted, piece)]
             parts += zip(places, self._ask(publisher, version, wanted) if places else (), strict=True)
         try:
-            values = assembled(wanted, parts).reshape(wanted.values_shape)
+            values = joined(wanted, parts).reshape(wanted.values_shape)
         except ValueError as error:
             raise WeightsMissing(f"weight version {version}: {error}") from None
         self.fetched_bytes += values.nbytes

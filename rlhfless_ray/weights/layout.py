@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 Interval = tuple[int, int]
 
@@ -52,23 +52,3 @@ def whole_layers(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
         layers[layer] += sizes[name]
     owner = whole_tensors(layers, ranks)
     return {name: owner[layer] for name, layer in layer_of.items()}
-
-
-def pieces(needed: Interval, held: Sequence[Interval]) -> list[tuple[int, Interval]]:
-    """Return the intervals to read from each holder so that the needed interval is complete and no element is read twice.
-
-    Args:
-        needed: the interval to read.
-        held: the holders' intervals. They may overlap.
-
-    Returns: (index in `held`, interval), in order. Raises ValueError if an element has no holder.
-    """
-    intervals, at = [], needed[0]
-    while at < needed[1]:
-        reach, holder = max(((end, index) for index, (start, end) in enumerate(held) if start <= at), default=(at, -1))
-        if reach <= at:
-            raise ValueError(f"elements {at} to {min((s for s, _ in held if s > at), default=needed[1])} are in no part")
-        end = min(reach, needed[1])
-        intervals.append((holder, (at, end)))
-        at = end
-    return intervals

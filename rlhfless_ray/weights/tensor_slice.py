@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from rlhfless_ray.weights.layout import Interval, pieces
+from rlhfless_ray.weights.layout import Interval
 
 Block = tuple[Interval, Interval]  # rows and columns of a tensor that is seen as a matrix
 Place = tuple[Interval, Block, Block]  # consecutive values of a slice, the block that they are, and the part of it that is meant
@@ -148,39 +148,23 @@ class HeldSlices(Mapping[str, np.ndarray]):
 
     def read(self, wanted: TensorSlice) -> np.ndarray:
         """Return the values of any slice. Raises KeyError if its tensor is unknown, or ValueError if elements are in no piece."""
-        shape, held = self._shape(wanted.name, wanted.shape), self.held[wanted.name]
-        own_shape, wanted = wanted.values_shape, replace(wanted, shape=shape)
-        held = [(replace(piece, shape=shape), load) for piece, load in held]
-        same = [(piece, load) for piece, load in held if (piece.axis, piece.first, piece.size) == (wanted.axis, wanted.first, wanted.size)]
-        if same and (not wanted.is_flat or len(same) == len(held)):
-            return _joined(wanted, same).reshape(own_shape)
-        if wanted.is_flat or all(piece.is_flat or piece.axis == wanted.axis for piece, _ in held):
-            first, load = held[0]
-            if len(held) == 1 and first.end - first.start == math.prod(shape) and not wanted.is_flat:
-                view = load().reshape(-1, *shape[wanted.axis :])[:, wanted.first : wanted.first + wanted.size]
-                return view.reshape(own_shape) if view.size == wanted.end - wanted.start else view.reshape(-1)[wanted.start : wanted.end]
-            return _copied(wanted, held).reshape(own_shape)
-        whole = TensorSlice.whole(wanted.name, shape)  # pieces that are divided along another axis
-        return HeldSlices.of({whole: _copied(whole, held)}).read(wanted).reshape(own_shape)
+        shape, own_shape = self._shape(wanted.name, wanted.shape), wanted.values_shape
+        wanted = replace(wanted, shape=shape)
+        held = [(replace(piece, shape=shape), load) for piece, load in self.held[wanted.name]]
+        if all(is_comparable(wanted, piece) for piece, _ in held):
+            found = [(into, at(load(), of)) for piece, load in held for into, of in overlaps(wanted, piece)]
+            return joined(wanted, found).reshape(own_shape)
+        whole = TensorSlice.whole(wanted.name, shape)
+        return HeldSlices.of({whole: self.read(whole).reshape(-1)}).read(wanted).reshape(own_shape)
 
 
-def _joined(wanted: TensorSlice, held: Held) -> np.ndarray:
-    """Return a slice from pieces that count elements in the same way."""
-    try:
-        plan = pieces((wanted.start, wanted.end), [(piece.start, piece.end) for piece, _ in held])
-    except ValueError as error:
-        raise ValueError(f"{wanted.name}: {error}") from None
-    read = [held[holder][1]()[a - held[holder][0].start : b - held[holder][0].start] for holder, (a, b) in plan]
-    if len(read) < 2:
-        return read[0] if read else np.zeros(0, np.float32)
-    return np.concatenate([part.view(np.uint8) for part in read]).view(read[0].dtype)
+def is_comparable(wanted: TensorSlice, piece: TensorSlice) -> bool:
+    """Return whether `overlaps` can compare two slices. If both leave out indices along an axis, it must be the same axis."""
+    return wanted.is_flat or piece.is_flat or wanted.axis == piece.axis
 
 
 def overlaps(wanted: TensorSlice, piece: TensorSlice) -> Iterator[tuple[Place, Place]]:
-    """Yield where the elements that two slices share are: (place in `wanted`, place in `piece`).
-
-    If both leave out indices along an axis, it must be the same axis.
-    """
+    """Yield where the elements that two slices share are: (place in `wanted`, place in `piece`)."""
     axis = piece.axis if wanted.is_flat else wanted.axis
     for into, own in wanted.blocks(axis):
         for of, other in piece.blocks(axis):
@@ -195,21 +179,15 @@ def at(values: np.ndarray, place: Place) -> np.ndarray:
     return values[slice(*interval)].reshape(bottom - top, -1)[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
 
 
-def _copied(wanted: TensorSlice, held: Held) -> np.ndarray:
-    """Return a slice from pieces of which some leave out indices along an axis."""
-    return assembled(wanted, ((into, at(load(), of)) for piece, load in held for into, of in overlaps(wanted, piece)))
-
-
-def assembled(wanted: TensorSlice, parts: Iterable[tuple[Place, np.ndarray]]) -> np.ndarray:
-    """Return a slice's flat values from the matrices at its places. Raises ValueError if elements are missing."""
-    values, missing = np.zeros(0, np.uint8), np.ones(wanted.end - wanted.start, bool)
-    dtype = np.dtype(np.float32)
-    for place, matrix in parts:
-        if not len(values):
-            dtype = matrix.dtype
-            values = np.empty(len(missing), f"u{dtype.itemsize}")  # numpy copies structures, such as bfloat16 is one, field by field
-        at(values, place)[:] = matrix.view(values.dtype)
-        at(missing, place)[:] = False
-    if missing.any():
-        raise ValueError(f"{wanted.name}: {int(missing.sum())} elements are in no part")
-    return values.view(dtype)
+def joined(wanted: TensorSlice, found: Sequence[tuple[Place, np.ndarray]]) -> np.ndarray:
+    """Return a slice's values from the matrices at its places, a view of one if it is all. Raises ValueError if elements are missing."""
+    size = wanted.end - wanted.start
+    if lacking := size - sum(matrix.size for _, matrix in found):
+        raise ValueError(f"{wanted}: {abs(lacking)} elements are in {'no part' if lacking > 0 else 'several parts'}")
+    if len(found) < 2:
+        return found[0][1] if found else np.zeros(0, np.float32)
+    dtype = found[0][1].dtype
+    bits = np.empty(size, f"u{dtype.itemsize}")  # numpy copies structures, such as bfloat16 is one, field by field
+    for place, matrix in found:
+        at(bits, place)[:] = matrix.view(bits.dtype)
+    return bits.view(dtype)

@@ -166,7 +166,7 @@ def test_absent_elements_are_named(world: Callable[..., World], name: str) -> No
     for rank, publisher in enumerate(made.publishers):
         part = shared_out(weights, rank, 2, even_share)
         publisher.publish(7, {piece: values for piece, values in part.items() if piece.name != name or rank == 0})
-    with pytest.raises(WeightsMissing, match=f"weight version 7: {name}: .*elements .*are in no part"):
+    with pytest.raises(WeightsMissing, match=rf"weight version 7: {name}.*: .*elements are in no part"):
         made.readers[1].fetch(7, [own(name, 1, 2)])
     made.readers[1].fetch(7, [own("experts", 1, 2)])
 

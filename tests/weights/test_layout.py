@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.rollout.weight_traffic import least_bytes
 from rlhfless_ray.weights.checksum import damaged, digests, digests_like
-from rlhfless_ray.weights.layout import even_share, pieces, whole_layers, whole_tensors
+from rlhfless_ray.weights.layout import even_share, whole_layers, whole_tensors
 from rlhfless_ray.weights.shards import save_slices, shard_name, slices_in
 from rlhfless_ray.weights.tensor_file import RemoteFile, as_numpy, as_tensor, read_header_bytes, save_tensors
 from rlhfless_ray.weights.tensor_slice import UNKNOWN, HeldSlices, TensorSlice, whole_slices
@@ -21,23 +21,10 @@ from rlhfless_ray.weights.tensor_slice import UNKNOWN, HeldSlices, TensorSlice, 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
-    """A number of elements, and intervals that cover them all, with overlaps, in any order."""
+    """A number of elements, and intervals that cover them all, in any order."""
     elements = draw(st.integers(1, 60))
     cuts = sorted({0, elements, *draw(st.lists(st.integers(0, elements), max_size=6))})
-    spare = st.tuples(st.integers(0, elements), st.integers(0, elements)).map(lambda pair: (min(pair), max(pair)))
-    intervals = [*itertools.pairwise(cuts), *draw(st.lists(spare, max_size=4))]
-    return elements, draw(st.permutations(intervals))
-
-
-@given(layouts(), st.data())
-def test_any_interval_is_put_together_from_any_layout(layout: tuple[int, list[tuple[int, int]]], data: st.DataObject) -> None:
-    elements, held = layout
-    start = data.draw(st.integers(0, elements))
-    end = data.draw(st.integers(start, elements))
-    values = np.arange(elements)
-    plan = pieces((start, end), held)
-    found = [values[held[holder][0] : held[holder][1]][a - held[holder][0] : b - held[holder][0]] for holder, (a, b) in plan]
-    np.testing.assert_array_equal(np.concatenate([[], *found]), values[start:end])
+    return elements, draw(st.permutations(list(itertools.pairwise(cuts))))
 
 
 @given(layouts(), st.sampled_from(["float32", "bfloat16"]))
@@ -55,8 +42,10 @@ def test_a_version_is_assembled_from_any_layout(layout: tuple[int, list[tuple[in
 def test_a_missing_part_of_a_version_is_named_and_a_damaged_one_too() -> None:
     array = np.arange(8, dtype=np.float32).reshape(2, 4)
     shards = [{TensorSlice("w", array.shape, start, start + 4): array.reshape(-1)[start : start + 4]} for start in (0, 4)]
-    with pytest.raises(ValueError, match=r"^w: elements 4 to 8 are in no part"):
+    with pytest.raises(ValueError, match=r"^w: 4 elements are in no part"):
         HeldSlices.of(shards[0])["w"]
+    with pytest.raises(ValueError, match=r"^w: 4 elements are in several parts"):
+        HeldSlices.of(*shards, {TensorSlice("w", array.shape, 2, 6): array.reshape(-1)[2:6]})["w"]
     turned = {TensorSlice("w", (4, 2), 4, 8): array.reshape(-1)[4:]}
     with pytest.raises(ValueError, match=r"w: pieces are of tensors of different shapes: \(2, 4\), \(4, 2\)"):
         HeldSlices.of(shards[0], turned)["w"]
@@ -146,9 +135,9 @@ def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 def test_a_missing_part_is_named() -> None:
     shards = slices_in([save_slices({TensorSlice("w", (9,), 2, 6): torch.arange(4.0)})])
-    with pytest.raises(ValueError, match="w: elements 0 to 2 are in no part"):
+    with pytest.raises(ValueError, match=r"^w: 2 elements are in no part"):
         shards.read(TensorSlice("w", UNKNOWN, 0, 6))
-    with pytest.raises(ValueError, match="w: elements 6 to 9 are in no part"):
+    with pytest.raises(ValueError, match=r"^w\[3:9\]: 3 elements are in no part"):
         shards.read(TensorSlice("w", (9,), 3, 9))
 
 
