@@ -32,7 +32,8 @@ from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, WeightVersion
-from rlhfless_ray.weights.checksum import combined, digests
+from rlhfless_ray.weights.channel import ObjectStoreChannel
+from rlhfless_ray.weights.checksum import combined
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, checksum
@@ -200,8 +201,10 @@ class Generation(Runtime):
         """Publish the model's weights. Engines start with the first plan."""
         self.worker_group.slots = 0  # no update follows a rollout
         slices = whole_slices({name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)})
-        digest_of = digests(slices)
-        self.weights = WeightVersion(0, (ray.put(slices),), combined(digest_of), digests=ray.put(digest_of))
+        channel = ObjectStoreChannel()
+        channel.publish(0, slices)
+        digest_of = channel.digests[0]
+        self.weights = WeightVersion(0, tuple(channel.refs[0]), combined(digest_of), digests=ray.put(digest_of))
 
     def _create_stages(self, resource: str) -> None:
         super()._create_stages(resource)
