@@ -20,7 +20,7 @@ def fetch_into(instance: Instance, weights: WeightVersion) -> None:
         first, *more = shards = weights.shards_for(instance.slot.node) or (None,)
         base = () if weights.base is None and not more else (weights.base,)
         # each of several members maps the shards by itself
-        refs = {"refs": {weights.version: shards, BASE: base}} if len(instance.leases) > 1 else {}
+        refs = {"refs": {weights.version: shards, BASE: base}} if instance.width > 1 else {}
         instance.loading = instance.actor.load.remote(weights.version, first, expected, *base, *more, **refs)
         instance.version = weights.version
     instance.state = State.READY
