@@ -35,20 +35,21 @@ class Member:
 
     def __init__(self, member: int, width: int) -> None:
         self.member, self.width = member, width
-        self.own: dict[str, torch.Tensor] = {}
+        self.own: dict[str, np.ndarray] = {}
 
-    def _copy(self, name: str, values: torch.Tensor) -> None:
-        if name not in self.own:
-            self.own[name] = torch.empty(values.shape, dtype=values.dtype)
-        self.own[name].copy_(values)
+    def _memory(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return self.own.setdefault(name, np.empty(shape, dtype))
 
     def fetch(self, channel: WeightChannel, version: int) -> tuple[float, int]:
         """Fetch what is this member's. Returns seconds and bytes."""
         start, size = time.perf_counter(), 0
         channel.check(version, self.member, self.width)
-        for name, (shape, _) in channel.contents(version).items():
-            (values,) = channel.fetch(version, [own_slice(name, shape, self.member, self.width)])
-            self._copy(name, as_tensor(values))
+        for name, (shape, dtype) in channel.contents(version).items():
+            piece = own_slice(name, shape, self.member, self.width)
+            memory = self._memory(name, piece.values_shape, dtype)
+            values = channel.fetch(version, piece, memory)
+            if not np.shares_memory(values, memory):
+                as_tensor(memory).copy_(as_tensor(values))
             size += values.nbytes
         return time.perf_counter() - start, size
 
@@ -58,9 +59,9 @@ class Member:
         for name, array in arriving:
             piece = own_slice(name, array.shape, self.member, self.width)
             axis = 1 if not piece.is_flat else 0
-            count = piece.values_shape[axis] if array.ndim else 0
-            whole = as_tensor(array)
-            self._copy(name, whole if count == (array.shape or (0,))[axis] else whole.narrow(axis, self.member * count, count))
+            count = piece.values_shape[axis]
+            values = as_tensor(array) if count == array.shape[axis] else as_tensor(array).narrow(axis, self.member * count, count)
+            as_tensor(self._memory(name, piece.values_shape, array.dtype)).copy_(values)
             size += array.nbytes
         return time.perf_counter() - start, size
 

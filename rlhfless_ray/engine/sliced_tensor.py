@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from rlhfless_ray.weights.channel import PublishedVersion
-from rlhfless_ray.weights.tensor_file import as_tensor
+from rlhfless_ray.weights.tensor_file import as_numpy, as_tensor
 from rlhfless_ray.weights.tensor_slice import TensorSlice
 
 aten = torch.ops.aten
@@ -49,6 +50,9 @@ class SlicedTensor(Tensor):
             return first.cut(axis, start, max(0, end - start))
         if func is aten.copy_.default and first.is_meta:
             return func(first, torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"), *args[2:])
+        if func is aten.copy_.default and first.device.type == "cpu" and first.is_contiguous() and first.dtype == args[1].dtype:
+            values = args[1].fetched(into=as_numpy(first.detach().as_subclass(Tensor)))
+            return first if values.data_ptr() == first.data_ptr() else func(first, values)
         args, kwargs = tree_map(lambda x: x.fetched() if isinstance(x, SlicedTensor) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -58,14 +62,15 @@ class SlicedTensor(Tensor):
         firsts[axis], shape[axis] = firsts[axis] + first, size
         return SlicedTensor(self.weights, self.called, self.whole, tuple(firsts), shape, self.dtype)
 
-    def fetched(self) -> Tensor:
-        """Return the values, which may be read-only."""
+    def fetched(self, into: np.ndarray | None = None) -> Tensor:
+        """Return the values, which may be read-only. `into`: see `WeightChannel.fetch`."""
         extents = list(zip(self.firsts, self.shape, strict=True))
         cut = sorted((size / of, axis) for axis, ((_, size), of) in enumerate(zip(extents, self.whole, strict=True)) if size != of)
         if not cut:
-            return as_tensor(self.weights[self.called])
+            return as_tensor(self.weights.read(TensorSlice.whole(self.called, self.whole), into))
         (_, axis), *others = cut
-        values = as_tensor(self.weights.read(TensorSlice.along(self.called, self.whole, axis, *extents[axis])))
+        wanted = TensorSlice.along(self.called, self.whole, axis, *extents[axis])
+        values = as_tensor(self.weights.read(wanted, None if others else into))
         for _, other in others:
             values = values.narrow(other, *extents[other])
         return values

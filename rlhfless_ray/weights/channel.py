@@ -55,8 +55,11 @@ class WeightChannel(Protocol):
         Raises WeightsDamaged. A channel that checks what it fetches does nothing here.
         """
 
-    def fetch(self, version: int, wanted: Sequence[TensorSlice]) -> list[np.ndarray]:
-        """Return the values of slices, which may be views. Raises WeightsMissing or WeightsDamaged with the slice's name."""
+    def fetch(self, version: int, wanted: TensorSlice, into: np.ndarray | None = None) -> np.ndarray:
+        """Return the values of a slice, perhaps as a view. Raises WeightsMissing or WeightsDamaged with the slice's name.
+
+        `into`: a contiguous array that takes them if they are in several pieces.
+        """
 
     def close(self) -> None:
         """Withdraw what was published, and release what was fetched."""
@@ -81,8 +84,8 @@ class PublishedVersion(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self.contents)
 
-    def read(self, wanted: TensorSlice) -> np.ndarray:
-        return self.channel.fetch(self.version, [wanted])[0]
+    def read(self, wanted: TensorSlice, into: np.ndarray | None = None) -> np.ndarray:
+        return self.channel.fetch(self.version, wanted, into)
 
     @property
     def nbytes(self) -> int:
@@ -160,16 +163,16 @@ class ObjectStoreChannel:
         if wrong := damaged(digests(own), expected):
             raise WeightsDamaged(f"weight version {version} arrived damaged: {listed(wrong)} differ from the published tensors")
 
-    def fetch(self, version: int, wanted: Sequence[TensorSlice]) -> list[np.ndarray]:
+    def fetch(self, version: int, wanted: TensorSlice, into: np.ndarray | None = None) -> np.ndarray:
         held = self._mapped(version)
         try:
-            found = [held.read(piece) for piece in wanted]
+            values = held.read(wanted, into)
         except KeyError as error:
             raise WeightsMissing(f"weight version {version} has no tensor {error.args[0]}") from None
         except ValueError as error:
             raise WeightsMissing(f"weight version {version}: {error}") from None
-        self.fetched_bytes += sum(values.nbytes for values in found)
-        return found
+        self.fetched_bytes += values.nbytes
+        return values
 
     def close(self) -> None:
         for of_version in (self.refs, self.held, self.digests):

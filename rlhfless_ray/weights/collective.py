@@ -74,22 +74,19 @@ class CollectiveChannel:
     def check(self, version: int, member: int = 0, width: int = 1) -> None:
         """Do nothing: publishers check what they send, and readers what arrives."""
 
-    def fetch(self, version: int, wanted: Sequence[TensorSlice]) -> list[np.ndarray]:
-        return [self._fetch(version, one) for one in wanted]
-
-    def _fetch(self, version: int, wanted: TensorSlice) -> np.ndarray:
+    def fetch(self, version: int, wanted: TensorSlice, into: np.ndarray | None = None) -> np.ndarray:
         offered = [[piece for piece in of_publisher if piece.name == wanted.name] for of_publisher in self._offered(version)]
         if not any(offered):
             raise WeightsMissing(f"weight version {version} has no tensor {wanted.name}")
         if not all(is_comparable(wanted, piece) for pieces in offered for piece in pieces):
             whole = TensorSlice.whole(wanted.name, wanted.shape)
-            return HeldSlices.of({whole: self._fetch(version, whole).reshape(-1)}).read(wanted)
+            return HeldSlices.of({whole: self.fetch(version, whole).reshape(-1)}).read(wanted)
         parts: list[tuple[Place, np.ndarray]] = []
         for publisher, pieces in zip(self.publishers, offered, strict=True):
             places = [place for piece in pieces for place, _ in overlaps(wanted, piece)]
             parts += zip(places, self._ask(publisher, version, wanted) if places else (), strict=True)
         try:
-            values = joined(wanted, parts).reshape(wanted.values_shape)
+            values = joined(wanted, parts, into).reshape(wanted.values_shape)
         except ValueError as error:
             raise WeightsMissing(f"weight version {version}: {error}") from None
         self.fetched_bytes += values.nbytes

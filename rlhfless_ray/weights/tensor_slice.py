@@ -146,14 +146,17 @@ class HeldSlices(Mapping[str, np.ndarray]):
             raise ValueError(f"{name}: pieces are of tensors of different shapes: {', '.join(map(str, sorted(shapes)))}")
         return shapes.pop() if shapes else (max(piece.end for piece, _ in self.held[name]),)
 
-    def read(self, wanted: TensorSlice) -> np.ndarray:
-        """Return the values of any slice. Raises KeyError if its tensor is unknown, or ValueError if elements are in no piece."""
+    def read(self, wanted: TensorSlice, into: np.ndarray | None = None) -> np.ndarray:
+        """Return the values of any slice. Raises KeyError if its tensor is unknown, or ValueError if elements are in no piece.
+
+        `into`: a contiguous array that takes them, instead of a new one where several pieces have some.
+        """
         shape, own_shape = self._shape(wanted.name, wanted.shape), wanted.values_shape
         wanted = replace(wanted, shape=shape)
         held = [(replace(piece, shape=shape), load) for piece, load in self.held[wanted.name]]
         if all(is_comparable(wanted, piece) for piece, _ in held):
             found = [(into, at(load(), of)) for piece, load in held for into, of in overlaps(wanted, piece)]
-            return joined(wanted, found).reshape(own_shape)
+            return joined(wanted, found, into).reshape(own_shape)
         whole = TensorSlice.whole(wanted.name, shape)
         return HeldSlices.of({whole: self.read(whole).reshape(-1)}).read(wanted).reshape(own_shape)
 
@@ -179,15 +182,19 @@ def at(values: np.ndarray, place: Place) -> np.ndarray:
     return values[slice(*interval)].reshape(bottom - top, -1)[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
 
 
-def joined(wanted: TensorSlice, found: Sequence[tuple[Place, np.ndarray]]) -> np.ndarray:
-    """Return a slice's values from the matrices at its places, a view of one if it is all. Raises ValueError if elements are missing."""
+def joined(wanted: TensorSlice, found: Sequence[tuple[Place, np.ndarray]], into: np.ndarray | None = None) -> np.ndarray:
+    """Return a slice's values from the matrices at its places, a view of one if it is all. Raises ValueError if elements are missing.
+
+    `into`: see `HeldSlices.read`.
+    """
     size = wanted.end - wanted.start
     if lacking := size - sum(matrix.size for _, matrix in found):
         raise ValueError(f"{wanted}: {abs(lacking)} elements are in {'no part' if lacking > 0 else 'several parts'}")
     if len(found) < 2:
         return found[0][1] if found else np.zeros(0, np.float32)
     dtype = found[0][1].dtype
-    bits = np.empty(size, f"u{dtype.itemsize}")  # numpy copies structures, such as bfloat16 is one, field by field
+    values = np.empty(size, dtype) if into is None else into.reshape(-1)
+    bits = values.view(f"u{dtype.itemsize}")  # numpy copies structures, such as bfloat16 is one, field by field
     for place, matrix in found:
         at(bits, place)[:] = matrix.view(bits.dtype)
-    return bits.view(dtype)
+    return values

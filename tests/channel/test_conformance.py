@@ -126,7 +126,7 @@ def test_each_member_fetches_its_own_slices(world: Callable[..., World], publish
         assert {name: shape for name, (shape, _) in reader.contents(7).items()} == SHAPES
         reader.check(7, member, readers)
         wanted = [own(name, member, readers) for name in SHAPES]
-        found = reader.fetch(7, wanted)
+        found = [reader.fetch(7, piece) for piece in wanted]
         for piece, values in zip(wanted, found, strict=True):
             whole = as_tensor(weights[piece.name])
             axis = DIVIDED.get(piece.name)
@@ -149,7 +149,7 @@ def test_an_absent_version_is_named_with_the_one_that_is_there(world: Callable[.
     made = world(1, 1)
     publish(made, 7, some_weights(torch.float32))
     with pytest.raises(WeightsMissing, match="weight version 8 is not published, only 7"):
-        made.readers[0].fetch(8, [own("scale", 0, 1)])
+        made.readers[0].fetch(8, own("scale", 0, 1))
 
 
 def test_an_absent_tensor_is_named(world: Callable[..., World]) -> None:
@@ -157,7 +157,7 @@ def test_an_absent_tensor_is_named(world: Callable[..., World]) -> None:
     made = world(2, 1)
     publish(made, 7, some_weights(torch.float32))
     with pytest.raises(WeightsMissing, match="weight version 7 has no tensor lm_head"):
-        made.readers[0].fetch(7, [TensorSlice.whole("lm_head.weight", (12, 8))])
+        made.readers[0].fetch(7, TensorSlice.whole("lm_head.weight", (12, 8)))
 
 
 @pytest.mark.parametrize("name", ["up.weight", "down.weight"])
@@ -167,8 +167,8 @@ def test_absent_elements_are_named(world: Callable[..., World], name: str) -> No
         part = shared_out(weights, rank, 2, even_share)
         publisher.publish(7, {piece: values for piece, values in part.items() if piece.name != name or rank == 0})
     with pytest.raises(WeightsMissing, match=rf"weight version 7: {name}.*: .*elements are in no part"):
-        made.readers[1].fetch(7, [own(name, 1, 2)])
-    made.readers[1].fetch(7, [own("experts", 1, 2)])
+        made.readers[1].fetch(7, own(name, 1, 2))
+    made.readers[1].fetch(7, own("experts", 1, 2))
 
 
 def test_a_damaged_slice_is_named_by_the_members_together(world: Callable[..., World]) -> None:
@@ -180,7 +180,7 @@ def test_a_damaged_slice_is_named_by_the_members_together(world: Callable[..., W
     for member, reader in enumerate(made.readers):
         try:
             reader.check(7, member, 2)
-            reader.fetch(7, [own("down.weight", member, 2)])
+            reader.fetch(7, own("down.weight", member, 2))
         except WeightsDamaged as error:
             said.append(str(error))
     assert said and all("down.weight[64:128] differ" in one and "version 7" in one for one in said)
@@ -192,7 +192,7 @@ def test_a_lost_publisher_is_told_within_the_deadline(world: Callable[..., World
     made.lose_publisher()
     start = time.monotonic()
     with pytest.raises(PublisherLost, match=r"weight version 7 .* 0.5 s"):
-        made.readers[0].fetch(7, [own("up.weight", 0, 1)])
+        made.readers[0].fetch(7, own("up.weight", 0, 1))
     assert time.monotonic() - start < 5
 
 
@@ -202,12 +202,12 @@ def test_a_new_version_takes_the_place_of_the_old_one(world: Callable[..., World
         weights = some_weights(dtype)
         publish(made, version, weights)
         for reader in made.readers:
-            assert reader.fetch(version, [TensorSlice.whole("up.weight", (16, 8))])[0].tobytes() == weights["up.weight"].tobytes()
+            assert reader.fetch(version, TensorSlice.whole("up.weight", (16, 8))).tobytes() == weights["up.weight"].tobytes()
 
 
 def test_whole_tensors_of_one_publisher_are_views_in_the_object_store() -> None:
     weights = {"down.weight": np.arange(128.0).reshape(8, 16)}
     made = Stored(1, 2, 1.0)
     made.channel.publish(1, whole_slices(weights))
-    found = made.readers[1].fetch(1, [own("down.weight", 1, 2)])[0]
+    found = made.readers[1].fetch(1, own("down.weight", 1, 2))
     assert np.shares_memory(found, weights["down.weight"]) and found.shape == (8, 8)

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhfless_ray.engine.sliced_tensor import SlicedTensor, sliced_tensors
 from rlhfless_ray.weights.channel import ObjectStoreChannel, PublishedVersion
 from rlhfless_ray.weights.checksum import digests
-from rlhfless_ray.weights.tensor_file import as_numpy
+from rlhfless_ray.weights.shards import share_of
+from rlhfless_ray.weights.tensor_file import as_numpy, save_tensors
 from rlhfless_ray.weights.tensor_slice import whole_slices
 
 WHOLE = {
@@ -21,11 +22,13 @@ WHOLE = {
 }
 
 
-@pytest.fixture
-def channel() -> ObjectStoreChannel:
-    slices = whole_slices({name: as_numpy(tensor) for name, tensor in WHOLE.items()})
+@pytest.fixture(params=[1, 3])
+def channel(request: pytest.FixtureRequest) -> ObjectStoreChannel:
+    """`params`: number of ranks that have some of each tensor."""
+    contents = save_tensors(WHOLE)
+    parts = [share_of(contents, rank, request.param) for rank in range(request.param)]
     made = ObjectStoreChannel()
-    made.offer(1, [slices], digests(slices))
+    made.offer(1, parts, {name: digest for part in parts for name, digest in digests(part).items()})
     return made
 
 
