@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
@@ -31,13 +30,11 @@ from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, WeightVersion
-from rlhfless_ray.weights.channel import ObjectStoreChannel
-from rlhfless_ray.weights.checksum import combined
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId
+from rlhfless_ray.weights.channel import stored_version
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, checksum
-from rlhfless_ray.weights.tensor_slice import whole_slices
 
 
 def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool = False) -> Path:
@@ -200,11 +197,7 @@ class Generation(Runtime):
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
         self.worker_group.slots = 0  # no update follows a rollout
-        slices = whole_slices({name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)})
-        channel = ObjectStoreChannel()
-        channel.publish(0, slices)
-        digest_of = channel.digests[0]
-        self.weights = WeightVersion(0, tuple(channel.refs[0]), combined(digest_of), digests=ray.put(digest_of))
+        self.weights = stored_version(0, {name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)})
 
     def _create_stages(self, resource: str) -> None:
         super()._create_stages(resource)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rlhfless_ray.types import BASE
-from rlhfless_ray.weights.checksum import damaged, digests, listed
+from rlhfless_ray.types import BASE, WeightVersion
+from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
 from rlhfless_ray.weights.layout import whole_tensors
 from rlhfless_ray.weights.model_folder import stored_weights
 from rlhfless_ray.weights.remote_folder import map_files
@@ -97,6 +97,16 @@ def base_slices(base: Files | tuple[str, Mapping[str, int], str]) -> Slices:
     """Return the weights of a folder as slices. `base`: its files, or the arguments of `map_files`."""
     files = map_files(*base) if isinstance(base, tuple) else base
     return whole_slices({name: as_numpy(tensor) for name, tensor in stored_weights(files)})
+
+
+def stored_version(version: int, weights: Mapping[str, np.ndarray]) -> WeightVersion:
+    """Put whole tensors into the object store as a version."""
+    import ray
+
+    channel = ObjectStoreChannel()
+    channel.publish(version, whole_slices(weights))
+    digest_of = channel.digests[version]
+    return WeightVersion(version, tuple(channel.refs[version]), combined(digest_of), digests=ray.put(digest_of))
 
 
 class RayStore:
