@@ -68,7 +68,11 @@ def serve(reader: BinaryIO, writer: BinaryIO) -> None:
             member.step(method, args, kwargs)
             continue
         try:
-            result = member.build(*args) if method == "build" else member.run(method, args, kwargs)
+            result: Any = None
+            if method == "build":
+                member.build(*args)
+            else:
+                result = member.run(method, args, kwargs)
             reply = cloudpickle.dumps(result)
         except Exception as error:
             reply = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))

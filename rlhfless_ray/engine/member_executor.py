@@ -7,6 +7,7 @@ there are slots. The sampler, whose draws the engine reads after each step, woul
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class MemberExecutor(UniProcExecutor):
         if method not in STEP_CALLS:
             run_here = partial(super().collective_rpc, method, timeout, args, kwargs, non_block, True)
             results, errors = [], []
-            for result in (run_here, *(member.result for member in started)):
+            calls: list[Callable[[], Any]] = [run_here, *(member.result for member in started)]
+            for result in calls:
                 try:
                     results.append(result())
                 except Exception as error:  # the other replies would be taken for those of the next call

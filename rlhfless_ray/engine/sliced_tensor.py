@@ -35,10 +35,10 @@ class SlicedTensor(Tensor):
         made.weights, made.called, made.whole, made.firsts = weights, name, whole, firsts
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0]
         if func is aten.detach.default:
             return first

@@ -5,6 +5,7 @@ Engines pull. A collective that sends would fix who takes part in it, and preven
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -120,14 +121,14 @@ class RayStore:
 
         return ray.put(slices)
 
-    def get(self, refs: Sequence[ObjectRef] | None, version: int, within_s: float) -> list[Slices]:
+    def get(self, refs: Sequence[ObjectRef] | None, version: int, within_s: float) -> list[Any]:
         """Map parts of a version. Of a further member the engine's actor has the references (`refs` None)."""
         import ray
 
         if refs is None and self.engine is not None:
             address, actor = self.engine
             if not ray.is_initialized():
-                ray.init(address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+                ray.init(address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
             engine: ActorHandle = ray.cloudpickle.loads(actor)  # only once this process has joined
             refs = ray.get(engine.published.options(concurrency_group="control").remote(version), timeout=within_s)
         return ray.get(list(refs or ()), timeout=within_s)

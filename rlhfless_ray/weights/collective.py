@@ -29,7 +29,7 @@ class CollectiveChannel:
     def __init__(self, store: Store, rank: int, ranks: int, publishers: Sequence[int], within_s: float = FETCH_S) -> None:
         """Join a group of this many members, of which `publishers` have weights, at a `store` that all of them reach."""
         self.publishers, self.within_s = tuple(publishers), within_s
-        self.group = ProcessGroupGloo(store, rank, ranks, IDLE if rank in publishers else timedelta(seconds=within_s))
+        self.group: Any = ProcessGroupGloo(store, rank, ranks, IDLE if rank in publishers else timedelta(seconds=within_s))
         self.published: dict[int, tuple[dict[TensorSlice, np.ndarray], dict[str, int]]] = {}  # slices and their digests
         self.offered: dict[int, list[dict[TensorSlice, np.dtype]]] = {}  # to a reader, by version and publisher
         self.fetched_bytes = 0
@@ -127,8 +127,8 @@ class CollectiveChannel:
         self.group.recv([body], sender, BODY).wait()
         if digest_of(body) != digest:
             raise WeightsDamaged(f"a message of member {sender} arrived damaged")
-        return sender, pickle.loads(body.numpy())
+        return sender, pickle.loads(body.numpy().data)
 
 
 def digest_of(body: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(body.numpy()) >> 1  # as a signed number
+    return xxhash.xxh3_64_intdigest(body.numpy().data) >> 1  # as a signed number
