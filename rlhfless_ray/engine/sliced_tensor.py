@@ -48,11 +48,14 @@ class SlicedTensor(Tensor):
             axis, start, end = (*args[1:4], *(0, None, None)[len(args) - 1 :])[:3]
             start, end, _ = slice(start, end).indices(first.shape[axis])
             return first.cut(axis, start, max(0, end - start))
+        if func._schema.is_mutable and isinstance(first, SlicedTensor):
+            raise TypeError(f"{func} would change {first.called}, which other members read too")
         if func is aten.copy_.default and first.is_meta:
             return func(first, torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"), *args[2:])
-        if func is aten.copy_.default and first.device.type == "cpu" and first.is_contiguous() and first.dtype == args[1].dtype:
-            values = args[1].fetched(into=as_numpy(first.detach().as_subclass(Tensor)))
-            return first if values.data_ptr() == first.data_ptr() else func(first, values)
+        if func is aten.copy_.default and first.device.type == "cpu" and first.is_contiguous():
+            if first.dtype == args[1].dtype and first.shape == args[1].shape:
+                values = args[1].fetched(into=as_numpy(first.detach().as_subclass(Tensor)))
+                return first if values.data_ptr() == first.data_ptr() else func(first, values)
         args, kwargs = tree_map(lambda x: x.fetched() if isinstance(x, SlicedTensor) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -108,6 +108,16 @@ def test_any_other_operation_has_the_values(tensors: dict[str, Any], compute: An
         assert not isinstance(found, SlicedTensor) and torch.equal(found, compute(cut(WHOLE["matrix"])))
 
 
+def test_a_published_tensor_is_not_changed(tensors: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="would change matrix"):
+        tensors["matrix"].narrow(0, 0, 2).mul_(2)
+
+
+def test_a_copy_may_convert_and_broadcast(tensors: dict[str, Any]) -> None:
+    found = torch.zeros(3, 6, 8).copy_(tensors["matrix"])
+    assert torch.equal(found, WHOLE["matrix"].float().expand(3, 6, 8))
+
+
 def test_types_of_all_weights_are_known() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
         made = ObjectStoreChannel()
