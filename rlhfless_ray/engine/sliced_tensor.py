@@ -52,10 +52,9 @@ class SlicedTensor(Tensor):
             raise TypeError(f"{func} would change {first.called}, which other members read too")
         if func is aten.copy_.default and first.is_meta:
             return func(first, torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"), *args[2:])
-        if func is aten.copy_.default and first.device.type == "cpu" and first.is_contiguous():
-            if first.dtype == args[1].dtype and first.shape == args[1].shape:
-                values = args[1].fetched(into=as_numpy(first.detach().as_subclass(Tensor)))
-                return first if values.data_ptr() == first.data_ptr() else func(first, values)
+        if func is aten.copy_.default and first.device.type == "cpu" and first.is_contiguous() and _is_like(first, args[1]):
+            values = args[1].fetched(into=as_numpy(first.detach().as_subclass(Tensor)))
+            return first if values.data_ptr() == first.data_ptr() else func(first, values)
         args, kwargs = tree_map(lambda x: x.fetched() if isinstance(x, SlicedTensor) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -77,6 +76,10 @@ class SlicedTensor(Tensor):
         for _, other in others:
             values = values.narrow(other, *extents[other])
         return values
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape
 
 
 def sliced_tensors(weights: PublishedVersion) -> Iterator[tuple[str, Tensor]]:
