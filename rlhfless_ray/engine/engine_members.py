@@ -11,14 +11,10 @@ from rlhfless_ray.local.member_process import MemberProcess
 
 STEP_CALLS = ("execute_model", "sample_tokens")
 
-started: list[EngineMember] = []  # ahead of the engine, whose executor vLLM itself creates
-
-
-class EngineMember(MemberProcess):
-    def __init__(self, on_cpu: bool, architectures: Sequence[str]) -> None:
-        super().__init__("rlhfless_ray.engine.engine_member", str(int(on_cpu)), *architectures)
+started: list[MemberProcess] = []  # ahead of the engine, whose executor vLLM itself creates
 
 
 def start_members(count: int, on_cpu: bool, architectures: Sequence[str] = ()) -> None:
     """Start the processes of further members up to `count`. They end with this process. `architectures`: as in `prepare`."""
-    started.extend(EngineMember(on_cpu, architectures) for _ in range(count - len(started)))
+    command = "rlhfless_ray.engine.engine_member", str(int(on_cpu)), *architectures
+    started.extend(MemberProcess(*command) for _ in range(count - len(started)))
