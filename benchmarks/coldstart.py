@@ -137,15 +137,17 @@ class Starts:
         self.versions = [self._published(files, version) for version in range(2)]
         self.requests = [Request(key, tuple(range(5, 5 + key % 20)) or (5,), key, TOKENS, 1.0) for key in range(REQUESTS)]
 
-    def _published(self, files: dict[str, bytes], version: int) -> tuple[Any, int]:
+    def _published(self, files: dict[str, bytes], version: int) -> tuple[Any, dict[str, int]]:
         import ray
         import safetensors.numpy
 
-        from rlhfless_ray.weights.checksum import checksum
+        from rlhfless_ray.weights.checksum import digests
+        from rlhfless_ray.weights.tensor_slice import whole_slices
 
         weights = safetensors.numpy.load(bytes(files["model.safetensors"]))
         weights = {name: np.asarray(array * (1 + 1e-3 * version), array.dtype) for name, array in weights.items()}
-        return ray.put(weights), checksum(weights)
+        slices = whole_slices(weights)
+        return ray.put(slices), digests(slices)
 
     def start(self) -> Any:
         from rlhfless_ray.functions.instance import start_actor
@@ -158,8 +160,8 @@ class Starts:
 
     def answer(self, actor: Any, version: int) -> list[Mark]:
         """Load the weights and work under them."""
-        weights, checksum = self.versions[version]
-        told(actor.load.remote(version, weights, checksum))
+        weights, digest_of = self.versions[version]
+        told(actor.load.remote(version, weights, digest_of))
         loaded = told(actor.mark.remote("load weights"))
         if (got := told(actor.answer.remote(self.requests))) != version:
             raise RuntimeError(f"the engine worked under version {got} of the weights, not under {version}")

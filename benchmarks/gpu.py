@@ -112,9 +112,10 @@ class GpuPart:
         from rlhfless_ray.weights.checksum import digests
         from rlhfless_ray.weights.model_folder import stored_weights, without_weights
         from rlhfless_ray.weights.tensor_file import as_numpy
+        from rlhfless_ray.weights.tensor_slice import whole_slices
 
         settings = engine_settings(self.recipe, self.work.longest_prompt, self.device)
-        weights = {name: as_numpy(tensor) for name, tensor in stored_weights(self.files)}
+        weights = whole_slices({name: as_numpy(tensor) for name, tensor in stored_weights(self.files)})
         told = digests(weights)
         actor = EngineActor(without_weights(self.files), settings)
         yield {}

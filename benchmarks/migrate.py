@@ -101,8 +101,8 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
-    from rlhfless_ray.types import Request, WeightVersion
-    from rlhfless_ray.weights.checksum import checksum
+    from rlhfless_ray.types import Request
+    from rlhfless_ray.weights.channel import stored_version
     from rlhfless_ray.weights.model_folder import stored_weights, without_weights
     from rlhfless_ray.weights.tensor_file import as_numpy
 
@@ -127,7 +127,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
         pool.resize(2, [], need=2)
         for instance in pool.working:
             instance.start_result(120.0)
-        version = WeightVersion(1, (ray.put(weights),), checksum(weights))
+        version = stored_version(1, weights)
         rng = np.random.default_rng(0)
         for context in (64, *contexts):  # the first rollout of an engine compiles what it needs
             sizes = [context] * longs + [32] * (2 * others)

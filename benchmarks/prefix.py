@@ -32,7 +32,8 @@ from placement.scaling.resize_policy import assign_groups
 from rlhfless_ray.prefix.block_hash import distinct_prefixes
 from rlhfless_ray.prefix.page_service import PrefixService, Producer
 from rlhfless_ray.prefix.prefix_stats import prefix_demand
-from rlhfless_ray.weights.checksum import checksum
+from rlhfless_ray.weights.checksum import digests
+from rlhfless_ray.weights.tensor_slice import whole_slices
 
 BLOCK = 32
 HEADERS, ENGINES, GROUPS = (64, 256, 1024, 4096), (1, 2, 4), (4, 8, 16)
@@ -88,9 +89,10 @@ class PrefixWorld:
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
                  object_store_memory=2**30 if name != LARGE else 3 * 2**30)  # fmt: skip
         files, weights = policy(name, longest)
-        shared = (ray.put(weights), checksum(weights), longest, BLOCK)
+        slices = whole_slices(weights)
+        shared = (ray.put(slices), digests(slices), longest, BLOCK)
         dtype = "bfloat16" if name == LARGE else "float32"
-        del weights
+        del weights, slices
         self.plain, self.user, self.maker = (open_engine(files, *shared, keeps, dtype) for keeps in (False, True, True))
         self.page_bytes = ray.get(self.maker.kind.remote()).page_bytes
         self.service = PrefixService("benchmark", 2**29, heartbeat_s=120)

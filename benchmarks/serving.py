@@ -55,6 +55,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
             tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(RANK, columns).to(weight.dtype) * columns**-0.5
             tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(rows, RANK).to(weight.dtype) * 0.01
     own = {name: as_numpy(tensor) for name, tensor in tensors.items()}
+    below = {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
 
     def merge() -> dict[str, Any]:
         adapter = Adapter.of({"r": RANK, "lora_alpha": RANK}, tensors)
@@ -64,7 +65,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
 
     def update(kind: str) -> float:
         start = time.perf_counter()
-        engines[kind].load(next(versions), *((own, files) if kind == "adapter" else (merge(),)))
+        engines[kind].load(next(versions), *((own, below) if kind == "adapter" else (merge(),)))
         return time.perf_counter() - start
 
     for kind in KINDS:

@@ -255,12 +255,15 @@ class CriticStats:
     skipped_last: int = 0
 
 
+BASE = -1  # version number of the weights below adapters, which do not change
+
+
 @dataclass(frozen=True)
 class WeightVersion:
     """The weights of one version, checked by checksum when they are loaded."""
 
     version: int
-    shards: tuple[Any, ...]  # ray.ObjectRef of each shard, see `weights.parts`; return values owned by the driver outlive their ranks
+    shards: tuple[Any, ...]  # ray.ObjectRef of each shard, a `Slices`; return values owned by the driver outlive their ranks
     checksum: int = 0
     nodes: tuple[str, ...] = ()  # id of each shard's node, empty for the driver's; none: all shards are there
     copies: tuple[Any, ...] = ()  # shards on the driver's node, which survive the loss of `nodes`

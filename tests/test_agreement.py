@@ -18,6 +18,7 @@ from rlhfless_ray.runtime.agreement import SAMPLES, TOKENS, Agreement, compare_m
 from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, UpdateStats, WeightVersion
 from rlhfless_ray.weights.checksum import checksum, combined, damaged, digests, listed
 from rlhfless_ray.weights.compare import differing
+from rlhfless_ray.weights.tensor_slice import whole_slices
 
 
 def sample(key: int, length: int, version: int = 0, mask: np.ndarray | None = None) -> Sample:
@@ -194,11 +195,11 @@ def test_every_step_warns_above_the_tolerance(mismatch: float, warns: int) -> No
 
 def test_damage_is_told_by_name() -> None:
     weights = {"b": np.arange(4, dtype=np.float32), "a": np.ones((2, 3)), "c": np.zeros((), np.float32)}
-    published = digests(weights)
+    published = digests(whole_slices(weights))
     assert damaged(published, published) == [] and combined(published) == checksum(weights)
     changed = {**weights, "a": weights["a"].reshape(3, 2), "d": weights["c"]}
     del changed["b"]
-    assert damaged(digests(changed), published) == ["a", "b", "d"]
+    assert damaged(digests(whole_slices(changed)), published) == ["a", "b", "d"]
     assert listed([str(i) for i in range(11)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.runtime.worker_pools import ActorClasses
+from rlhfless_ray.weights.tensor_slice import Slices
 from tests.conftest import small_recipe
 from tests.run_files import rows
 
@@ -22,8 +24,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine]
 GARBLED = "model.layers.1.self_attn.v_proj.weight"
 
 
-def spoiled(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: array[::-1].copy() if name == GARBLED else array for name, array in weights.items()}
+def spoiled(weights: Mapping[Any, np.ndarray]) -> dict[Any, np.ndarray]:
+    return {name: array[::-1].copy() if str(name) == GARBLED else array for name, array in weights.items()}
 
 
 def garbling_runtime(recipe: Recipe, where: str) -> Runtime:
@@ -42,7 +44,7 @@ def garbling_runtime(recipe: Recipe, where: str) -> Runtime:
                 )
             return opened
 
-        def load(self, version: int, weights: dict[str, np.ndarray], expected: Any) -> Any:
+        def load(self, version: int, weights: Slices, expected: Any) -> Any:
             return super().load(version, spoiled(weights) if (version, where) == (1, "way") else weights, expected)
 
     class Run(Runtime):

@@ -32,8 +32,9 @@ from rlhfless_ray.types import Completion, Prompt, SampleId, Scored
 from rlhfless_ray.weights.layout import padded_share
 from rlhfless_ray.weights.load_policy import warm_start_key
 from rlhfless_ray.weights.model_folder import AVERAGE, INDEX, read_folder, stored_weights
-from rlhfless_ray.weights.shards import save_intervals, shard_name
+from rlhfless_ray.weights.shards import save_slices, shard_name
 from rlhfless_ray.weights.tensor_file import write_file
+from rlhfless_ray.weights.tensor_slice import TensorSlice
 from tests.conftest import command_here, small_recipe
 
 
@@ -325,8 +326,8 @@ def test_a_checkpoint_s_parts_become_a_model_one_file_at_a_time(tmp_path: Path, 
     whole = dict(stored_weights(files))
     for rank in range(2):
         shares = {name: padded_share(tensor.numel(), 2, rank) for name, tensor in whole.items()}
-        parts = {name: (own[0], whole[name].reshape(-1)[slice(*own)]) for name, own in shares.items()}
-        write_file(tmp_path / shard_name("model", rank, 2), save_intervals(parts, {}))
+        parts = {TensorSlice(name, tuple(whole[name].shape), *own): whole[name].reshape(-1)[slice(*own)] for name, own in shares.items()}
+        write_file(tmp_path / shard_name("model", rank, 2), save_slices(parts))
     finding._write_model(tmp_path, tmp_path, tmp_path / "written")
     written = read_folder(tmp_path / "written")
     assert INDEX in written and sum(name.endswith(".safetensors") for name in written) > 2

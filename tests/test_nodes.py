@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,10 +34,11 @@ from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.runtime.worker_pools import prices
 from rlhfless_ray.supervise.rank_recorder import DRIVER, RankRecorder
 from rlhfless_ray.weights.checksum import checksum, digests
-from rlhfless_ray.weights.parts import Assembled
-from rlhfless_ray.weights.remote_folder import FolderInStore
-from rlhfless_ray.weights.shards import save_intervals, shard_name
+from rlhfless_ray.weights.model_folder import DividedFiles
+from rlhfless_ray.weights.remote_folder import divide_folder
+from rlhfless_ray.weights.shards import save_slices, shard_name
 from rlhfless_ray.weights.tensor_file import load_tensors, save_tensors
+from rlhfless_ray.weights.tensor_slice import HeldSlices, TensorSlice, whole_slices
 from tests.conftest import samples, small_recipe, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -165,11 +167,11 @@ def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nod
 
     class Rank:
         def weights(self, place: int, count: int) -> Any:
-            own = {name: array for number, (name, array) in enumerate(layers.items()) if number % count == place}
+            own = whole_slices({name: array for number, (name, array) in enumerate(layers.items()) if number % count == place})
             return own, (digests(own), [])
 
     def load(*shards: Any) -> int:
-        return checksum(Assembled(shards))
+        return checksum(HeldSlices.of(*shards))
 
     here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
     on = {node: {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in (here, there)}
@@ -202,15 +204,15 @@ def test_a_restored_rank_pulls_its_own_part_of_the_optimizer_state(nodes):
 
     class Rank(RankActor):
         def __init__(self, number: int) -> None:
-            parts = {"exp_avg.w": (number * 2**18, torch.full((2**18,), float(number)))}
+            parts = {TensorSlice("exp_avg.w", (2**19,), number * 2**18, (number + 1) * 2**18): torch.full((2**18,), float(number))}
             files = {f"model-{number}.safetensors": save_tensors({f"w.{number}": torch.zeros(4)})}
-            files[shard_name("optimizer", number, 2)] = save_intervals(parts, {})
+            files[shard_name("optimizer", number, 2)] = save_slices(parts)
             files |= {} if number else {"learner.json": b'{"optimizer_steps": 1, "rng": "00"}'}
             self.number, self.rank = number, SimpleNamespace(trainer=SimpleNamespace(state_files=lambda: files))
 
         def restore(self, source: Any) -> tuple[list[str], float]:
             state = read_state(read_source(source), parts_in(source))
-            own = state["moments"].read("exp_avg.w", self.number * 2**18, (self.number + 1) * 2**18)
+            own = state["moments"].read(TensorSlice("exp_avg.w", (2**19,), self.number * 2**18, (self.number + 1) * 2**18))
             return sorted(state["weights"]), float(own.mean())
 
     here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
@@ -234,20 +236,21 @@ def test_a_rank_of_zero_3_pulls_its_own_part_of_the_model(nodes):
     """Before, every node pulled all weights where its ranks do not see the driver's folders."""
 
     class Rank:
-        def own(self, folder: FolderInStore) -> tuple[bytes, float]:
-            with folder.files(1).folder() as path:
+        def own(self, folder: DividedFiles) -> tuple[bytes, float]:
+            with replace(folder, rank=1).folder() as path:
                 tensors = load_tensors((path / "model.safetensors").read_bytes())
                 return (path / "config.json").read_bytes(), float(tensors["w"].sum())
 
     here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
     weights = save_tensors({"w": torch.cat([torch.full((2**18,), 2.0), torch.ones(2**18)])})
-    folder = FolderInStore.put({"config.json": b"{}", "model.safetensors": weights}, 2)
+    folder: Any = divide_folder({"config.json": b"{}", "model.safetensors": weights}, 2)
+    (parts,) = folder.fetch.args
     rank = ray.remote(Rank).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(there, soft=False)).remote()
-    assert ray.get(rank.own.remote(folder), timeout=60) == (b"{}", 2.0**18)
+    assert ray.get(rank.own.remote(ray.put(folder)), timeout=60) == (b"{}", 2.0**18)
     places, end_s = {}, time.monotonic() + 30
-    while there not in places.get(folder.parts[1], {}).get("node_ids", ()) and time.monotonic() < end_s:
-        places = get_local_object_locations(list(folder.parts))
-    assert [{*places[part]["node_ids"]} for part in folder.parts] == [{here}, {here, there}]
+    while there not in places.get(parts[1], {}).get("node_ids", ()) and time.monotonic() < end_s:
+        places = get_local_object_locations(parts)
+    assert [{*places[part]["node_ids"]} for part in parts] == [{here}, {here, there}]
 
 
 def worker_class() -> type:

@@ -104,8 +104,10 @@ def policy(name: str, longest: int) -> tuple[dict[str, Any], dict[str, np.ndarra
     return without_weights(files), weights
 
 
-def open_engine(files: dict[str, Any], weights: Any, digest: int, longest: int, block_size: int, prefix_kv: bool, dtype: str) -> Any:
-    """An actor with version 1 of the weights. `weights`: reference to them."""
+def open_engine(
+    files: dict[str, Any], weights: Any, digests: dict[str, int], longest: int, block_size: int, prefix_kv: bool, dtype: str
+) -> Any:
+    """An actor with version 1 of the weights. `weights`: reference to them, as slices."""
     import ray
 
     settings = EngineSettings(
@@ -114,5 +116,5 @@ def open_engine(files: dict[str, Any], weights: Any, digest: int, longest: int, 
     )  # fmt: skip
     actor: Any = ray.remote(TimedActor).options(num_cpus=0).remote(files, settings)
     ray.get(actor.open.remote(1), timeout=400)
-    ray.get(actor.load.remote(1, weights, digest), timeout=60)
+    ray.get(actor.load.remote(1, weights, digests), timeout=60)
     return actor

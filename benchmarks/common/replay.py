@@ -150,7 +150,7 @@ class ReplayedEngine:
         time.sleep(self.script.start_s / self.script.clock)
         return {"memory_mb": 1.0, "spans": [Span("start", "build engine (replayed)", start, time.time())]}
 
-    def load(self, version: int, weights: Any, expected: int) -> list[Span]:
+    def load(self, version: int, weights: Any, expected: int, refs: Any = None) -> list[Span]:
         if int.from_bytes(weights["weight"].tobytes()) != expected:
             raise ValueError(f"weight version {version} is not what was published")
         self.version = version

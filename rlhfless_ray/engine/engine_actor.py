@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,12 +24,12 @@ from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
-from rlhfless_ray.types import EngineStep, Fetched, Prefilled, Request, Span
-from rlhfless_ray.weights.checksum import combined, damaged, digests, digests_like, listed
+from rlhfless_ray.types import BASE, EngineStep, Fetched, Prefilled, Request, Span
+from rlhfless_ray.weights.channel import ObjectStoreChannel, PublishedVersion, base_slices
+from rlhfless_ray.weights.checksum import damaged, digests_like
 from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder
-from rlhfless_ray.weights.parts import Assembled, Shard
-from rlhfless_ray.weights.remote_folder import map_files
 from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.tensor_slice import Slices
 
 PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them again takes no longer
 POLL_S = 0.002  # interval of looking for pages that the engine copies after its current step
@@ -49,6 +50,7 @@ class EngineActor:
         self.files, self.settings, self.drafter = files, settings, drafter
         self.engine: Any = None
         self.control_queue = ControlQueue()
+        self.channel = ObjectStoreChannel()
         self.carried: list[bytes] = []  # addresses of pages that arrived with requests
         self.old_tickets: set[int] = set()  # tickets of pages that earlier calls kept
         import rlhfless_ray.engine.vllm_engine  # noqa: F401  # for `open`, where the import would be paid under a lease
@@ -98,27 +100,35 @@ class EngineActor:
     def load(
         self,
         version: int,
-        shard: Shard,
-        expected: int | Mapping[str, int],
+        part: Slices,
+        expected: Mapping[str, int],
         base: Files | tuple[str, Mapping[str, int], str] | None = None,
-        *more: Shard,
+        *more: Slices,
+        refs: Mapping[int, Sequence[Any]] = MappingProxyType({}),
     ) -> list[Span]:
-        """Load a weight version from its shards: `shard` and `more`.
+        """Load a weight version from its parts: `part` and `more`.
 
-        `expected`: the digest of each tensor, or one checksum. `base`: see `VllmEngine.load`, or the arguments of `map_files`.
+        `expected`: the digest of each slice. `base`: see `base_slices`. `refs`: references to the parts, and to the base as version
+        BASE, if there are further members.
 
-        Raises ValueError, with the tensors' names if they are known, if the bytes differ from the published ones.
+        Raises ValueError with the slices' names if the bytes differ from the published ones.
         """
         start = time.time()
-        shards = (shard, *more)
-        digest_of = {name: digest for one in shards for name, digest in digests(one).items()}
-        wrong = damaged(digest_of, expected) if isinstance(expected, Mapping) else []
-        if wrong or (not isinstance(expected, Mapping) and combined(digest_of) != expected):
-            which = f": {listed(wrong)} differ from the published tensors" if wrong else ": its checksum is not the published one"
-            raise ValueError(f"weight version {version} arrived damaged{which}")
-        self.engine.unpark()
-        self.engine.load(version, Assembled(shards), map_files(*base) if isinstance(base, tuple) else base)
+        self.channel.offer(version, (part, *more), expected, refs.get(version, ()))
+        if base is not None:
+            self.channel.offer(BASE, [base_slices(base)], {}, refs.get(BASE, ()))
+        try:
+            self.engine.check(self.channel, version)
+            self.engine.unpark()
+            weights, below = (PublishedVersion(self.channel, number) for number in (version, BASE))
+            self.engine.load(version, weights, None if base is None else below)
+        finally:
+            self.channel.close()
         return [Span("transfer", f"load version {version}", start, time.time())]
+
+    def published(self, version: int) -> Sequence[Any]:
+        """Return the references to a version's parts, for a further member. Runs beside `load`."""
+        return self.channel.refs[version]
 
     def differing(self, version: int, published: Mapping[str, int] | None, *parts: Files) -> tuple[list[str], list[str]]:
         """Find the tensors that may explain different log-probabilities of engine and learner.

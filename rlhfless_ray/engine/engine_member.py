@@ -7,40 +7,18 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import cloudpickle
-import numpy as np
 
-from rlhfless_ray.engine.engine_members import STEP_CALLS, bytes_of
+from rlhfless_ray.engine.engine_members import STEP_CALLS
 from rlhfless_ray.local.member_process import connect
-
-
-class ArrivingWeights:
-    """Weights on their way from the engine's process. `items` yields each tensor once."""
-
-    def __init__(self, reader: BinaryIO) -> None:
-        self.reader = reader
-        self.has_more = True
-
-    def items(self) -> Iterator[tuple[str, np.ndarray]]:
-        while self.has_more:
-            header: tuple[str, np.dtype[Any], tuple[int, ...]] | None = pickle.load(self.reader)
-            if header is None:
-                self.has_more = False
-                return
-            name, dtype, shape = header
-            array = np.empty(shape, dtype)
-            self.reader.readinto(bytes_of(array))  # type: ignore[attr-defined]
-            yield name, array
 
 
 class MemberWorker:
     """vLLM's worker in this process."""
 
-    def __init__(self, reader: BinaryIO) -> None:
-        self.reader = reader
+    def __init__(self) -> None:
         self.worker: Any = None
 
     def build(self, config: Any, rank: int, init_method: str) -> None:
@@ -69,15 +47,6 @@ class MemberWorker:
         current_platform.update_block_size_for_backend(config)
         self.sampler = install_sampler(self.worker)
 
-    def load(self, method: Any, args: tuple[Any, ...]) -> Any:
-        """Run `method(worker, weights, *args)` with weights that the engine sends."""
-        arriving = ArrivingWeights(self.reader)
-        try:
-            return method(self.worker, arriving, *args)
-        finally:
-            for _ in arriving.items():  # unread data would be taken for the next call
-                pass
-
     def step(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do this member's part of a step. It draws the same tokens as the engine, which reads its own."""
         getattr(self.worker, method)(*args, **kwargs)
@@ -92,15 +61,18 @@ class MemberWorker:
 
 def serve(reader: BinaryIO, writer: BinaryIO) -> None:
     """Carry out calls for ever. An exception in a step ends the process: the engine waits in a collective operation then."""
-    member = MemberWorker(reader)
+    member = MemberWorker()
     while True:
         method, args, kwargs = pickle.load(reader)
         if method in STEP_CALLS:
             member.step(method, args, kwargs)
             continue
         try:
-            function = getattr(member, method) if method in ("build", "load") else None
-            result = function(*args) if function is not None else member.run(method, args, kwargs)
+            result: Any = None
+            if method == "build":
+                member.build(*args)
+            else:
+                result = member.run(method, args, kwargs)
             reply = cloudpickle.dumps(result)
         except Exception as error:
             reply = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))

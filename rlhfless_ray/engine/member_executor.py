@@ -6,13 +6,12 @@ there are slots. The sampler, whose draws the engine reads after each step, woul
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rlhfless_ray.engine.engine_members import STEP_CALLS, start_members, started
@@ -52,23 +51,19 @@ class MemberExecutor(UniProcExecutor):
         for member in started:
             member.call(method, args, kwargs)
         if method not in STEP_CALLS:
-            local_result = super().collective_rpc(method, timeout, args, kwargs, non_block, True)
-            results = [local_result, *(member.result() for member in started)]
-            return local_result if single_value else results
+            run_here = partial(super().collective_rpc, method, timeout, args, kwargs, non_block, True)
+            results, errors = [], []
+            calls: list[Callable[[], Any]] = [run_here, *(member.result for member in started)]
+            for result in calls:
+                try:
+                    results.append(result())
+                except Exception as error:  # the other replies would be taken for those of the next call
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+            return results[0] if single_value else results
         try:
             return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
         except Exception:
             time.sleep(NOTICE_S)  # if a lost member caused this, this process ends here, and the engine is replaced
             raise
-
-    def load(self, method: Any, weights: Mapping[str, np.ndarray], *args: Any) -> list[Any]:
-        """Run `method(worker, weights, *args)` in every member. The further members get the tensors while this one loads."""
-        senders = []
-        for member in started:
-            member.call("load", (method, args))
-            senders.append(threading.Thread(target=member.send_weights, args=(weights,), daemon=True))
-            senders[-1].start()
-        local_result = method(self.driver_worker, weights, *args)
-        for sender in senders:
-            sender.join()
-        return [local_result, *(member.result() for member in started)]

@@ -22,6 +22,7 @@ from rlhfless_ray.engine.running_requests import RunningRequests
 from rlhfless_ray.engine.stop_strings import StopStrings
 from rlhfless_ray.engine.token_deltas import CUT, ENDS, TokenDeltas
 from rlhfless_ray.engine.worker_weights import (
+    check_weights,
     drop_memory,
     fingerprint,
     fused_modules,
@@ -34,10 +35,8 @@ from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.types import EngineStep, Request, Span
+from rlhfless_ray.weights.channel import PublishedVersion, WeightChannel
 from rlhfless_ray.weights.compare import differing
-from rlhfless_ray.weights.model_folder import stored_weights
-from rlhfless_ray.weights.parts import Assembled
-from rlhfless_ray.weights.tensor_file import Files, as_numpy
 
 if TYPE_CHECKING:
     from rlhfless_ray.engine.drafts import Drafter
@@ -117,10 +116,14 @@ class VllmEngine:
         start = kept.layout.start if kept is not None else partial(root, b"no pages")
         core.request_block_hasher = BlockHasher(start, size, core.request_block_hasher)
 
-    def load(self, version: int, weights: Mapping[str, np.ndarray], base: Files | None = None) -> None:
+    def check(self, channel: WeightChannel, version: int) -> None:
+        """Let the members check all that was published. Raises WeightsDamaged before the engine's weights change."""
+        self._call_workers(check_weights, channel, version)
+
+    def load(self, version: int, weights: Mapping[str, np.ndarray], base: Mapping[str, np.ndarray] | None = None) -> None:
         """Replace the weights in place. Raises ValueError if the model has weights that are not among them.
 
-        With `EngineSettings.adapter` the weights are an adapter's, by peft's names, and `base` has the files of the model below it.
+        With `EngineSettings.adapter` the weights are an adapter's, by peft's names, and `base` has the weights of the model below it.
         The base is loaded only if the engine lacks it. Later requests have `version` in their cache salt, so they cannot reach cached
         KV of older weights.
         """
@@ -129,15 +132,13 @@ class VllmEngine:
             self._replace_weights(version, weights)
         else:
             self._replace_adapter(version, weights, base)
-        if self.on_cpu and (weights.nbytes if isinstance(weights, Assembled) else sum(x.nbytes for x in weights.values())) > LARGE_BYTES:
+        size = weights.nbytes if isinstance(weights, PublishedVersion) else sum(array.nbytes for array in weights.values())
+        if self.on_cpu and size > LARGE_BYTES:
             release_free_heap()  # memory that packing left free
         self.version = version
 
     def _replace_weights(self, version: int, weights: Mapping[str, np.ndarray]) -> None:
-        if self.width > 1:
-            by_member = self.core.model_executor.load(reload_weights, weights, self.on_cpu)
-        else:
-            by_member = self._call_workers(reload_weights, weights, self.on_cpu)
+        by_member = self._call_workers(reload_weights, weights, self.on_cpu)
         missing, unused = (set().union(*found) for found in zip(*by_member, strict=True))
         if missing:
             raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
@@ -148,13 +149,13 @@ class VllmEngine:
         """Return what `function(worker, *args)` returns in every member's vLLM worker."""
         return self.engine.collective_rpc(cast(Any, function), args=args)
 
-    def _replace_adapter(self, version: int, weights: Mapping[str, np.ndarray], base: Files | None) -> None:
+    def _replace_adapter(self, version: int, weights: Mapping[str, np.ndarray], base: Mapping[str, np.ndarray] | None) -> None:
         from rlhfless_ray.engine.adapter_layers import REQUEST, put_adapter
 
         if not self.has_base:
             if base is None:
                 raise ValueError(f"weight version {version} is an adapter, but its base is missing")
-            self._replace_weights(version, {name: as_numpy(tensor) for name, tensor in stored_weights(base)})
+            self._replace_weights(version, base)
             self.has_base = True
         if unknown := self._call_workers(put_adapter, weights, self.adapter)[0]:
             raise ValueError(f"weight version {version} adapts {len(unknown)} layers that the engine lacks, {unknown[0]} first")

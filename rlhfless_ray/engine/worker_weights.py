@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from rlhfless_ray.local.process_memory import release_pages
+from rlhfless_ray.weights.channel import PublishedVersion, WeightChannel
 from rlhfless_ray.weights.tensor_file import as_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def check_weights(worker: Any, channel: WeightChannel, version: int) -> None:
+    """Check this member's share of a version, see `WeightChannel.check`."""
+    channel.check(version, worker.rank, worker.parallel_config.world_size)
+
+
+def _tensors(worker: Any, weights: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor). One of several members fetches the slices that it loads. One alone would only pay for finding them."""
+    if isinstance(weights, PublishedVersion) and worker.parallel_config.world_size > 1:
+        from rlhfless_ray.engine.sliced_tensor import sliced_tensors
+
+        yield from sliced_tensors(weights)
+    else:
+        for name, array in weights.items():
+            yield name, as_tensor(array)
 
 
 def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool) -> tuple[set[str], set[str]]:
@@ -44,9 +64,9 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool)
     embeddings = _only_embeddings(model) if on_cpu else []
 
     def named() -> Iterator[tuple[str, Any]]:
-        for name, array in weights.items():  # a further member of an engine gets them once
+        for name, tensor in _tensors(worker, weights):
             published.append(name)
-            yield name, as_tensor(np.asarray(array))
+            yield name, tensor
 
     try:
         with _loaded_in_place(embeddings) if on_cpu else nullcontext():

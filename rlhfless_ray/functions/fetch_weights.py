@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.types import WeightVersion
+from rlhfless_ray.types import BASE, WeightVersion
 
 
 def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:
@@ -17,8 +17,10 @@ def fetch_into(instance: Instance, weights: WeightVersion) -> None:
     """Make the instance load this version unless it has it. The call precedes its next rollout in the actor's queue."""
     if instance.version != weights.version:
         expected = weights.checksum if weights.digests is None else weights.digests
-        first, *more = weights.shards_for(instance.slot.node) or (None,)
+        first, *more = shards = weights.shards_for(instance.slot.node) or (None,)
         base = () if weights.base is None and not more else (weights.base,)
-        instance.loading = instance.actor.load.remote(weights.version, first, expected, *base, *more)
+        # each of several members maps the shards by itself
+        refs = {"refs": {weights.version: shards, BASE: base}} if instance.width > 1 else {}
+        instance.loading = instance.actor.load.remote(weights.version, first, expected, *base, *more, **refs)
         instance.version = weights.version
     instance.state = State.READY

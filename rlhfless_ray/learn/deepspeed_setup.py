@@ -14,10 +14,11 @@ from rlhfless_ray.learn.policy_model import WANTED_DTYPE
 from rlhfless_ray.learn.tensor_parallel import deepspeed_section
 from rlhfless_ray.local.process_memory import release_pages
 from rlhfless_ray.weights.layout import padded_share
+from rlhfless_ray.weights.tensor_file import as_tensor
+from rlhfless_ray.weights.tensor_slice import HeldSlices, TensorSlice
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import LearnerConfig
-    from rlhfless_ray.weights.shards import Shards
 
 BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's default takes 4 GB of buffers for a model of 0.5 B
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as in OpenRLHF
@@ -109,7 +110,7 @@ class OwnParts(nn.Module):
     frees later would stay on the heap.
     """
 
-    def __init__(self, module: Any, device: torch.device, weights: Shards | None) -> None:
+    def __init__(self, module: Any, device: torch.device, weights: HeldSlices | None) -> None:
         super().__init__()
         self.module, self.device, self.weights = module, device, weights
 
@@ -123,14 +124,17 @@ class OwnParts(nn.Module):
         for parameter, dtype in wanted.items():
             mapped, own = parameter.data, padded_share(parameter.numel(), ranks, rank)
             whole = buffer[: mapped.numel() * dtype.itemsize].view(dtype)
-            values = mapped.reshape(-1)[slice(*own)] if self.weights is None else self.weights.read(names[parameter], *own)
+            if self.weights is None:
+                values = mapped.reshape(-1)[slice(*own)]
+            else:
+                values = as_tensor(self.weights.read(TensorSlice(names[parameter], tuple(mapped.shape), *own)).reshape(-1))
             whole[slice(*own)].copy_(values)
             parameter.data = whole.view(mapped.shape)
             release_pages(mapped.data_ptr(), mapped.nbytes)
             yield parameter
 
 
-def divide_parameters(module: Any, device: torch.device, config: dict[str, Any], weights: Shards | None) -> None:
+def divide_parameters(module: Any, device: torch.device, config: dict[str, Any], weights: HeldSlices | None) -> None:
     """Let DeepSpeed keep this rank's part of every parameter (ZeRO 3).
 
     Nothing is sent: DeepSpeed would broadcast the first rank's values, so that this rank needs all of them.

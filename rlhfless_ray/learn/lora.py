@@ -15,9 +15,9 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprobs import CHUNK_START
 from rlhfless_ray.weights.adapter import CONFIG, PREFIX, Adapter
-from rlhfless_ray.weights.layout import Cut
 from rlhfless_ray.weights.model_folder import ADAPTER
 from rlhfless_ray.weights.tensor_file import Content, save_tensors
+from rlhfless_ray.weights.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import LoraConfig
@@ -81,7 +81,7 @@ class LoraAdapters:
         """Return whether a parameter of the model belongs to an adapter."""
         return ".lora_" in name
 
-    def divide_dropout(self, cuts: Mapping[str, Cut]) -> None:
+    def divide_dropout(self, cuts: Mapping[str, TensorSlice]) -> None:
         """Make each rank that shares a copy of the model drop its own slice of a layer's inputs. `cuts`: see `ModelSlices`."""
         for name, dropout in self.dropouts.items():
             dropout.cut = cuts.get(f"{name}.lora_A.{NAME}.weight")
@@ -135,7 +135,7 @@ class RowDropout(nn.Module):
         """`number`: number of the layer, from which its masks are drawn."""
         super().__init__()
         self.lora, self.share, self.number = lora, share, number
-        self.cut: Cut | None = None  # of the layer's A, where ranks that share a copy of the model each get a slice of the inputs
+        self.cut: TensorSlice | None = None  # of the layer's A, where ranks that share a copy of the model each get a slice of the inputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop inputs. `x` (sequences, length, width), padded on the right; for an output head (response tokens, width).

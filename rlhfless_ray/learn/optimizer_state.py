@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,8 @@ from torch import Tensor
 
 from rlhfless_ray.learn.tensor_parallel import ModelSlices
 from rlhfless_ray.weights.layout import Interval, even_share, padded_share
-from rlhfless_ray.weights.parts import Part
-from rlhfless_ray.weights.shards import Shards
-from rlhfless_ray.weights.tensor_file import as_numpy
+from rlhfless_ray.weights.tensor_file import as_tensor
+from rlhfless_ray.weights.tensor_slice import HeldSlices, TensorSlice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # the float32 weights behind bfloat16 ones: most updates are smaller than a bfloat16 step
@@ -59,22 +59,21 @@ def whole_weights(engine: Any, stage: int, owner: Mapping[str, int], slices: Mod
                 yield name, own
 
 
-def held_weights(engine: Any) -> dict[str, Part]:
-    """Return this rank's parts of the weights at ZeRO 3, by parameter name. They are views of the live state if it is on the host."""
-    parts = {}
+def held_weights(engine: Any) -> dict[TensorSlice, Tensor]:
+    """Return this rank's slices of the weights at ZeRO 3. They are views of the live state if it is on the host."""
+    held = {}
     for name, parameter in engine.module.model.named_parameters():
         start, end = _own_share(parameter)
-        parts[name] = Part(tuple(parameter.ds_shape), start, as_numpy(parameter.ds_tensor.detach()[: end - start].cpu()))
-    return parts
+        held[TensorSlice(name, tuple(parameter.ds_shape), start, end)] = parameter.ds_tensor.detach()[: end - start].cpu()
+    return held
 
 
-def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None) -> dict[str, tuple[int, Tensor]]:
-    """Return {"<moment>.<parameter name>": (first element, flat float32 tensor on CPU)} of this rank's part of what is trained.
+def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None) -> dict[TensorSlice, Tensor]:
+    """Return this rank's slices, as flat float32 tensors on CPU, of "<moment>.<parameter name>" of what is trained.
 
     Moments are missing before the first step. A policy in bfloat16 has its float32 weights beside them, as
     "master.<parameter name>". At stage 0 every rank holds everything, and each returns an even share. Tensors are views of the live
-    state if that is on the host. With `slices` elements are counted within the rank's slice, and the first rank of each copy returns
-    tensors that all ranks hold.
+    state if that is on the host. With `slices` the first rank of each copy returns tensors that all ranks hold.
     """
     moments = {}
     group = None if slices is None else slices.data_group
@@ -89,8 +88,15 @@ def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None) -> 
                 start, end = even_share(part.numel(), torch.distributed.get_world_size(group), torch.distributed.get_rank(group))
                 part = part[start:end]
             if part.numel():
-                moments[f"{kind}.{name}"] = start, part.detach().float().cpu()
+                moments[_slice_of(f"{kind}.{name}", parameter, slices).part(start, start + part.numel())] = part.detach().float().cpu()
     return moments
+
+
+def _slice_of(name: str, parameter: Any, slices: ModelSlices | None) -> TensorSlice:
+    """Return the slice of a parameter, or of a moment of it, that ranks of this copy of the model share out."""
+    if slices is not None and (cut := slices.cuts.get(name.split(".", 1)[1])) is not None:
+        return replace(cut, name=name)
+    return TensorSlice.whole(name, getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _part(engine: Any, stage: int, parameter: Any, kind: str) -> tuple[int, Tensor]:
@@ -136,7 +142,7 @@ def link_moments(engine: Any) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def restore_moments(engine: Any, stage: int, moments: Shards, steps: int, slices: ModelSlices | None = None) -> None:
+def restore_moments(engine: Any, stage: int, moments: HeldSlices, steps: int, slices: ModelSlices | None = None) -> None:
     """Restore this rank's part of the `held_moments` of all ranks, and the number of optimizer steps done."""
     optimizer = plain_optimizer(engine)
     stepped = any(key.startswith(MOMENTS) for key in moments)
@@ -150,7 +156,7 @@ def restore_moments(engine: Any, stage: int, moments: Shards, steps: int, slices
         kinds = [*(MOMENTS if stepped else ()), *([MASTER] if f"{MASTER}.{name}" in moments and stage else [])]
         for kind in kinds:
             start, part = _part(engine, stage, parameter, kind)
-            cut = None if slices is None else slices.cuts.get(name)
-            part.data.copy_(moments.read(f"{kind}.{name}", start, start + part.numel(), cut))
+            wanted = _slice_of(f"{kind}.{name}", parameter, slices).part(start, start + part.numel())
+            part.data.copy_(as_tensor(moments.read(wanted).reshape(-1)))
     for parameter, state in optimizer.state.items():
         state["step"] = torch.tensor(float(steps), device=parameter.device)  # a fused step reads it there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,9 +13,10 @@ import numpy as np
 from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
-from rlhfless_ray.weights.parts import Assembled, Shard
-from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, FolderInStore, deliver, is_divided, map_files, sees
+from rlhfless_ray.weights.model_folder import DividedFiles
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, deliver, is_divided, map_files, sees
 from rlhfless_ray.weights.tensor_file import Files, RemoteFile, read_header_bytes
+from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices
 
 if TYPE_CHECKING:
     from rlhfless_ray.learn.rank_settings import RankSettings, ReferenceSettings
@@ -87,15 +89,15 @@ class RankActor:
         address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         return address, free_port(address)
 
-    def build(self, files: Source | FolderInStore, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
+    def build(self, files: Source | DividedFiles, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""
         from rlhfless_ray.learn.trainer_rank import read_state
         from rlhfless_ray.local.cpu_bfloat16 import note
         from rlhfless_ray.local.process_memory import own_memory_mb
 
         saved = None if state is None else read_state(read_source(state), parts_in(state))
-        if isinstance(files, FolderInStore):
-            model: Any = files.files(self.rank.settings.rank)
+        if isinstance(files, DividedFiles):
+            model: Any = replace(files, rank=self.rank.settings.rank)
         else:
             model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         _, spans = timed(lambda: self.rank.open(model, rendezvous, saved), "start", f"open {self.name}", threads)
@@ -150,7 +152,7 @@ class LearnerActor(RankActor):
 
         return LearnerRank
 
-    def build(self, files: Source | FolderInStore, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
+    def build(self, files: Source | DividedFiles, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         built = super().build(files, rendezvous, threads, state)
         trainer = self.rank.trainer
         return {**built, "reads_published": trainer.reads_published, "holds_all": trainer.holds_all}
@@ -171,19 +173,19 @@ class LearnerActor(RankActor):
         logprobs, spans = timed(lambda: self.rank.agreement(share, temperature, top_p, top_k, noisy), "work", "check agreement", threads)
         return {"agreement": logprobs}, share.spans, spans
 
-    def weights(self, *share: int) -> tuple[Shard, tuple[dict[str, int], list[Span]]]:
-        """Return this rank's shard of the weights, and a digest of each piece with the spans. `share`: see `TrainerRank.weights`.
+    def weights(self, *share: int) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
+        """Return this rank's slices of the weights, and a digest of each with the spans. `share`: see `TrainerRank.weights`.
 
-        These are two return values of the Ray call. The shard stays in this node's object store until engines pull it.
+        These are two return values of the Ray call. The slices stay in this node's object store until engines pull it.
         """
         from rlhfless_ray.weights.checksum import digests
 
         weights, spans = timed(lambda: self.rank.trainer.weights(*share), "transfer", "publish weights")
         return weights, (digests(weights), spans)
 
-    def read_published(self, *shards: Shard) -> None:
-        """Call `TrainerRank.read_published`. `shards`: those of the last version on this node, as views of the object store."""
-        self.rank.trainer.read_published(Assembled(shards))
+    def read_published(self, *parts: Slices) -> None:
+        """Call `TrainerRank.read_published`. `parts`: each rank's slices of the last version on this node, as views of the object store."""
+        self.rank.trainer.read_published(HeldSlices.of(*parts))
 
 
 class CriticActor(RankActor):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from rlhfless_ray.weights.layout import Cut
+from rlhfless_ray.weights.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,14 +66,14 @@ class ModelSlices:
         self.data_group = groups.get_data_parallel_group()
         self.rank, self.width = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
         self.whole, self.device = dict(whole), device
-        self.cuts: dict[str, Cut] = {}
+        self.cuts: dict[str, TensorSlice] = {}
         for name, parameter in parameters:
             shape, local = self.whole[name], tuple(parameter.shape)
             if shape != local:
                 (axis,) = (i for i, (size, local_size) in enumerate(zip(shape, local, strict=True)) if size != local_size)
                 if local[axis] * self.width != shape[axis]:
                     raise ValueError(f"{name} of shape {shape} was divided into {local}")
-                self.cuts[name] = Cut(shape, axis, self.rank * local[axis], local[axis])
+                self.cuts[name] = TensorSlice.along(name, shape, axis, self.rank * local[axis], local[axis])
 
     def elements(self, name: str, local: int) -> int:
         """Return the number of elements of the whole tensor. `local`: that of this rank's slice."""

@@ -45,10 +45,10 @@ from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_hea
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.layout import whole_layers
 from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, WEIGHTS, split_files
-from rlhfless_ray.weights.parts import Part
 from rlhfless_ray.weights.saved_names import saved_state, unconverted_names
-from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
+from rlhfless_ray.weights.shards import save_slices, shard_name, slices_in
 from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_numpy, as_tensor, load_tensors, save_tensors
+from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices, TensorSlice, whole_slices
 
 T = TypeVar("T")
 
@@ -106,14 +106,14 @@ class TrainerRank:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._build_engine(wrapped, weights)
         if self.settings.ema_beta is not None:
-            self._average(Shards(()) if state is None else state["average"])
+            self._average(HeldSlices(()) if state is None else state["average"])
         if state is not None:
             self.optimizer_steps = int(state["optimizer_steps"])
             restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps, self.slices)
             torch.set_rng_state(state["rng"])
 
-    def _load_weights(self, model: Any, weights: Any) -> Shards | None:
-        """Load a checkpoint's weights: Shards, or a dict of adapters. Returns those of a model at ZeRO 3, which `_build_engine` reads.
+    def _load_weights(self, model: Any, weights: Any) -> HeldSlices | None:
+        """Load a checkpoint's weights: HeldSlices, or a dict of adapters. Returns those of a model at ZeRO 3, which `_build_engine` reads.
 
         Raises ValueError if they are of another model.
         """
@@ -129,10 +129,10 @@ class TrainerRank:
             return weights
         else:
             for name in weights:
-                own[name].copy_(weights.read(name, 0, own[name].numel()).view(own[name].shape))
+                own[name].copy_(as_tensor(weights[name]).view(own[name].shape))
         return None
 
-    def _build_engine(self, wrapped: nn.Module, weights: Shards | None) -> None:
+    def _build_engine(self, wrapped: nn.Module, weights: HeldSlices | None) -> None:
         """Build DeepSpeed's engine. The optimizer has made no step yet. `weights`: of a checkpoint, at ZeRO 3."""
         import deepspeed
 
@@ -345,12 +345,13 @@ class TrainerRank:
         finally:
             torch.set_num_threads(before)
 
-    def _average(self, start: Shards | None = None) -> None:
+    def _average(self, start: HeldSlices | None = None) -> None:
         """Update the weights' moving average. With `start`, begin with that average, and with the weights that it lacks."""
         assert self.settings.ema_beta is not None
         for name, tensor in self._own_layers():
             if start is not None:
-                self.average[name] = torch.empty(tensor.shape, dtype=torch.float32).copy_(start.whole(name) if name in start else tensor)
+                first = as_tensor(start[name]) if name in start else tensor
+                self.average[name] = torch.empty(tensor.shape, dtype=torch.float32).copy_(first)
             else:  # Polyak & Juditsky 1992; in float32, because bfloat16 would round small changes away
                 self.average[name].lerp_(tensor.float(), 1 - self.settings.ema_beta)
 
@@ -386,10 +387,10 @@ class TrainerRank:
         merges = self.stage > 0 and self.lora is not None and self.settings.lora.publish != "adapter"
         return self.stage < 3 and self.section.tensor_parallel == 1 and not merges
 
-    def weights(self, place: int | None = None, count: int | None = None) -> dict[str, np.ndarray | Part]:
-        """Return this rank's shard of the weights that engines get, by their names in a file (see `saved_state`). Every rank must call it.
+    def weights(self, place: int | None = None, count: int | None = None) -> Slices:
+        """Return this rank's slices of the weights that engines get, by their names in a file (see `saved_state`). Every rank must call it.
 
-        With ZeRO 3 it is the part of each tensor that the rank holds. Otherwise, and where tensors are computed from several or have
+        With ZeRO 3 they are the parts of each tensor that the rank holds. Otherwise, and where tensors are computed from several or have
         another form in files, layers are shared out among the ranks. With `lora.publish: adapter` the first one returns the adapter.
 
         Args:
@@ -400,16 +401,17 @@ class TrainerRank:
         first = self.rank - place  # ranks count from here on
         if self.lora is not None and self.settings.lora.publish == "adapter":
             own = self._weights_of(dict.fromkeys(self._stored(), first))
-            return {} if place else {saved_name(k): as_numpy(v) for k, v in own.items()}
-        parts: dict[str, np.ndarray | Part] = {}
+            return {} if place else whole_slices({saved_name(k): as_numpy(v) for k, v in own.items()})
+        parts: dict[TensorSlice, np.ndarray] = {}
         if self.stage == 3 and self.lora is None:
             whole = unconverted_names(self.engine.module.model)
-            parts = {name: part for name, part in held_weights(self.engine).items() if name in whole}
-        owner = whole_layers({name: size for name, size in self._sizes().items() if name not in parts}, count)
+            parts = {piece: as_numpy(values) for piece, values in held_weights(self.engine).items() if piece.name in whole}
+        names = {piece.name for piece in parts}
+        owner = whole_layers({name: size for name, size in self._sizes().items() if name not in names}, count)
         found = self._merged({name: first + number for name, number in owner.items()})
         if self.reads_published:  # the other ranks' weights are the same
             self.as_published = unconverted_names(self.engine.module.model)
-        return {**parts, **{name: as_numpy(tensor) for name, tensor in found.items()}}
+        return {**parts, **whole_slices({name: as_numpy(tensor) for name, tensor in found.items()})}
 
     @property
     def reads_published(self) -> bool:
@@ -488,24 +490,16 @@ class TrainerRank:
         state = self._state(gathers=not divided)
         files: Files = {}
         if divided:
-            parts = {name: (part, as_tensor(part.values)) for name, part in held_weights(self.engine).items()}
-            if self.ranks == 1:  # whole tensors, which other programs read too
-                content = save_tensors({name: values.view(part.shape) for name, (part, values) in parts.items()}, {"format": "pt"})
-            else:
-                content = save_intervals({name: (part.start, values) for name, (part, values) in parts.items()}, {})
+            held = held_weights(self.engine)
+            # one rank has whole tensors, which other programs read too
+            content = save_tensors(_whole(held), {"format": "pt"}) if self.ranks == 1 else save_slices(held)
             files[shard_name("model", self.rank, self.ranks)] = content
         elif self.lora is None:
             files[shard_name("model", self.rank, self.ranks)] = save_tensors(state["weights"], {"format": "pt"})
         elif self.rank == 0:
             files |= self.lora.files(state["weights"])
-        if self.ranks == 1:
-            shapes = dict(self.engine.module.model.named_parameters())
-            whole = {key: part.view(_whole_shape(shapes[key.split(".", 1)[1]])) for key, (_, part) in state["moments"].items()}
-            files[shard_name("optimizer", 0, 1)] = save_tensors(whole)
-        else:
-            of_tensors = {} if self.slices is None else self.slices.cuts
-            cuts = {key: of_tensors[name] for key in state["moments"] if (name := key.split(".", 1)[1]) in of_tensors}
-            files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], {}, cuts)
+        moments = state["moments"]
+        files[shard_name("optimizer", self.rank, self.ranks)] = save_tensors(_whole(moments)) if self.ranks == 1 else save_slices(moments)
         if self.rank == 0:
             numbers = {"optimizer_steps": state["optimizer_steps"], "rng": state["rng"].numpy().tobytes().hex()}
             files["learner.json"] = json.dumps(numbers).encode()
@@ -542,9 +536,9 @@ class TrainerRank:
         return [Span("transfer", "return to device", start, time.time())]
 
 
-def _whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the parameter's whole shape, which ZeRO 3 stores in an extra attribute."""
-    return getattr(parameter, "ds_shape", parameter.shape)
+def _whole(held: Mapping[TensorSlice, Tensor]) -> dict[str, Tensor]:
+    """Return slices that are whole tensors by name."""
+    return {piece.name: values.view(piece.shape) for piece, values in held.items()}
 
 
 def read_state(files: Files, divided: Mapping[str, RemoteFile] | None = None) -> dict[str, Any]:
@@ -554,12 +548,12 @@ def read_state(files: Files, divided: Mapping[str, RemoteFile] | None = None) ->
     """
     parts = [(name, content) for name, content in sorted({**files, **(divided or {})}.items()) if name.endswith(WEIGHTS)]
     stems = "model", "optimizer", AVERAGE
-    model, moments, average = (Shards(content for name, content in parts if name.startswith(stem)) for stem in stems)
+    model, moments, average = (slices_in(content for name, content in parts if name.startswith(stem)) for stem in stems)
     adapters = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()} if ADAPTER in files else None
     weights = model if adapters is None else adapters
     numbers = json.loads(bytes(files["learner.json"]))
     if "rng" in numbers:
         numbers["rng"] = torch.frombuffer(bytearray.fromhex(numbers["rng"]), dtype=torch.uint8)
     else:  # older checkpoints
-        numbers["rng"] = moments.whole("rng").clone()
+        numbers["rng"] = as_tensor(moments["rng"]).clone()
     return {"weights": weights, "moments": moments, "average": average, **numbers}

@@ -31,7 +31,7 @@ from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.checksum import combined, listed
 from rlhfless_ray.weights.model_folder import missing_index, read_content
-from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, FolderInStore, StoredFiles, is_divided, receive
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, StoredFiles, divide_folder, is_divided, receive
 from rlhfless_ray.weights.tensor_file import Files, read_header_bytes, write_file
 
 SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
@@ -256,7 +256,7 @@ class WorkerGroup:
         # ranks of ZeRO 3 need a part of every tensor; engines read the base of adapters, which is whole
         divides = self.zero_stage == 3 and self.name != "reference" and not self.shares_base
         files: Any = self._folder(self.files)
-        files = files or (FolderInStore.put(self.files.files, self.ranks) if divides else self._stored(self.files))
+        files = files or (ray.put(divide_folder(self.files.files, self.ranks)) if divides else self._stored(self.files))
         source = state if not isinstance(state, StoredFiles) else self._folder(state) or self._stored(state, divides=True)
         if self.shares_base and self.base is None:
             if isinstance(files, list):

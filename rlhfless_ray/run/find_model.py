@@ -28,8 +28,8 @@ from rlhfless_ray.weights.model_folder import (
     without_weights,
     write_folder,
 )
-from rlhfless_ray.weights.shards import Shards
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.shards import slices_in
+from rlhfless_ray.weights.tensor_file import Files, as_tensor
 
 AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
 
@@ -109,14 +109,14 @@ def _write_model(run: Path, checkpoint: Path, target: Path) -> None:
 
     others = without_weights(_first_model(run))
     stored = sorted(checkpoint.glob(f"{AVERAGE}*{WEIGHTS}")) or sorted(checkpoint.glob(f"model*{WEIGHTS}"))
-    shards = Shards(map(read_content, stored))
+    held = slices_in(map(read_content, stored))
     with as_folder(others) as folder, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name in shards}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name in held}
     count = -(-sum(file.stat().st_size for file in stored) // MAX_FILE_BYTES)
     owner = whole_layers({name: shape.numel() for name, shape in shapes.items()}, count)
     for number in range(count):
-        own = {name: shards.read(name, 0, shape.numel()).view(shape) for name, shape in shapes.items() if owner[name] == number}
+        own = {name: as_tensor(held[name]).view(shape) for name, shape in shapes.items() if owner[name] == number}
         write_folder(target, split_files(saved_state(model, own), rank=number, ranks=count))
     complete_folder(target, others)
 

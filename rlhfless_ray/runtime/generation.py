@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
@@ -32,8 +31,8 @@ from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import Group, Prompt, WeightVersion
-from rlhfless_ray.weights.checksum import combined, digests
+from rlhfless_ray.types import Group, Prompt
+from rlhfless_ray.weights.channel import stored_version
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, checksum
@@ -193,9 +192,7 @@ class Generation(Runtime):
         session = self.parts.session
         session.on_samples = self.responses.add
         self.parts.stages.learn.worker_group.slots = 0  # no update follows a rollout
-        arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)}
-        digest_of = digests(arrays)
-        session.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
+        session.weights = stored_version(0, {name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)})
 
     # ---- steps ------------------------------------------------------------------------------------------------
 

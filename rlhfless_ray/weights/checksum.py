@@ -6,39 +6,33 @@ return values of the ranks' method, so the driver owns them and they outlive the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import xxhash
 
-from rlhfless_ray.weights.parts import Part, Shard
+from rlhfless_ray.weights.tensor_slice import Slices, TensorSlice, slice_called, whole_slices
 
 MAX_NAMES = 8  # in a message
 
 
-def digests(weights: Shard) -> dict[str, int]:
-    """Return the xxh3 hash of each tensor's name, dtype, shape and bytes, in name order. A part is named with its elements."""
+def digests(weights: Slices) -> dict[str, int]:
+    """Return the xxh3 hash of each slice's name, dtype, shape and bytes, in name order."""
     digest_of = {}
-    for name, piece in sorted(weights.items()):
-        array = np.ascontiguousarray(piece.values if isinstance(piece, Part) else piece)
-        if isinstance(piece, Part):
-            name = f"{name}[{piece.start}:{piece.end}]"
-        digest = xxhash.xxh3_64(f"{name} {array.dtype} {piece.shape}".encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
+    for name, piece in sorted((str(piece), piece) for piece in weights):
+        values = np.ascontiguousarray(weights[piece])
+        digest = xxhash.xxh3_64(f"{name} {values.dtype} {piece.shape}".encode())
+        digest.update(values.view(np.uint8).data)
         digest_of[name] = digest.intdigest()
     return digest_of
 
 
 def digests_like(weights: Mapping[str, np.ndarray], published: Iterable[str]) -> dict[str, int]:
     """Return the digests of whole tensors in the pieces that the keys of published `digests` name."""
-    whole, found = dict(weights), dict[str, int]()
-    for key in published:
-        if (piece := re.fullmatch(r"(.+)\[(\d+):(\d+)\]", key)) and piece[1] in weights:
-            whole.pop(piece[1], None)
-            array, start = weights[piece[1]], int(piece[2])
-            found |= digests({piece[1]: Part(array.shape, start, array.reshape(-1)[start : int(piece[3])])})
-    return {**found, **digests(whole)}
+    shapes = {name: array.shape for name, array in weights.items()}
+    cut = [piece for text in published if (piece := slice_called(text, shapes)) is not None]
+    rest = [TensorSlice.whole(name, shapes[name]) for name in shapes.keys() - {piece.name for piece in cut}]
+    return digests({piece: weights[piece.name].reshape(-1)[piece.start : piece.end] for piece in (*cut, *rest)})
 
 
 def combined(digest_of: Mapping[str, int]) -> int:
@@ -48,7 +42,7 @@ def combined(digest_of: Mapping[str, int]) -> int:
 
 def checksum(weights: Mapping[str, np.ndarray]) -> int:
     """Return one checksum of all tensors: names, dtypes, shapes and bytes."""
-    return combined(digests(weights))
+    return combined(digests(whole_slices(weights)))
 
 
 def damaged(actual: Mapping[str, int], expected: Mapping[str, int]) -> list[str]:

@@ -15,21 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.weights.shards import shard_name
-from rlhfless_ray.weights.tensor_file import (
-    Content,
-    FileParts,
-    Files,
-    iterate_tensors,
-    parts_of,
-    read_header,
-    save_tensors,
-    write_cuts,
-    write_file,
-)
+from rlhfless_ray.weights.shards import shard_name, write_slices
+from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, iterate_tensors, parts_of, read_header, save_tensors, write_file
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlhfless_ray.weights.tensor_slice import Slices
 
 KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
@@ -329,23 +321,23 @@ def content_addressed_folder(root: Path, files: Files) -> Path:
 class DividedFiles:
     """A model folder of which a rank of ZeRO 3 fetches its part of every tensor.
 
-    `others`: files without weights. `headers`: {file name: header} of those with weights. `fetch` returns {file name: `cut_file`} of a
+    `others`: files without weights. `headers`: {file name: header} of those with weights. `fetch` returns {file name: `share_of`} of a
     rank.
     """
 
     others: Files
     headers: Mapping[str, bytes]
-    fetch: Callable[[int], Mapping[str, FileParts]]
+    fetch: Callable[[int], Mapping[str, Slices]]
     rank: int
     ranks: int
 
     @contextmanager
     def folder(self, *, whole: bool = False) -> Iterator[Path]:
         """Yield a folder that exists only inside the block. Unless `whole`, what other ranks keep of a tensor is a hole in its file."""
-        parts = {rank: self.fetch(rank) for rank in (range(self.ranks) if whole else [self.rank])}
+        parts = [self.fetch(rank) for rank in (range(self.ranks) if whole else [self.rank])]
         with as_folder(self.others) as path:
             for name, header in self.headers.items():
-                write_cuts(path / name, header, {rank: files[name] for rank, files in parts.items()}, self.ranks)
+                write_slices(path / name, header, (part[name] for part in parts))
             yield path
 
 

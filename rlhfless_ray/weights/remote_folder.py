@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from errno import ENOSPC
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import FULL
-from rlhfless_ray.weights.model_folder import AVERAGE, WEIGHTS, DividedFiles, read_content
-from rlhfless_ray.weights.shards import has_intervals
-from rlhfless_ray.weights.tensor_file import Content, Files, cut_file, read_header_bytes, write_file
+from rlhfless_ray.weights.model_folder import AVERAGE, WEIGHTS, DividedFiles, read_content, without_weights
+from rlhfless_ray.weights.shards import has_intervals, share_of
+from rlhfless_ray.weights.tensor_file import Content, Files, read_header_bytes, write_file
 
 Writer = Callable[[Path], dict[str, str]]  # puts files into an existing folder, and returns {file name: checksum}
 
@@ -89,28 +90,20 @@ class FilesInStore:
         return list(dict.fromkeys([self.files, *(ref for _, ref in self.parts.values())]))
 
 
-@dataclass(frozen=True)
-class FolderInStore:
-    """A model folder in Ray's object store, cut into a part for each rank, see `DividedFiles`."""
+def divide_folder(files: Files, ranks: int) -> DividedFiles:
+    """Put a model folder's weights into Ray's object store, an object for each rank."""
+    import ray
 
-    others: Any  # reference to the files without weights
-    headers: Mapping[str, bytes]
-    parts: tuple[Any, ...]  # reference to each rank's {file name: its part}
+    weights = {name: content for name, content in files.items() if name.endswith(WEIGHTS)}
+    parts = [ray.put({name: share_of(content, rank, ranks) for name, content in weights.items()}) for rank in range(ranks)]
+    headers = {name: read_header_bytes(content) for name, content in weights.items()}
+    return DividedFiles(without_weights(files), headers, partial(_part_of, parts), 0, ranks)
 
-    @classmethod
-    def put(cls, files: Files, ranks: int) -> FolderInStore:
-        import ray
 
-        weights = {name: content for name, content in files.items() if name.endswith(WEIGHTS)}
-        parts = tuple(ray.put({name: cut_file(content, rank, ranks) for name, content in weights.items()}) for rank in range(ranks))
-        others = ray.put({name: content for name, content in files.items() if name not in weights})
-        return cls(others, {name: read_header_bytes(content) for name, content in weights.items()}, parts)
+def _part_of(parts: Sequence[Any], rank: int) -> Any:
+    import ray
 
-    def files(self, rank: int) -> DividedFiles:
-        """On the worker: return the folder for this rank."""
-        import ray
-
-        return DividedFiles(ray.get(self.others), self.headers, lambda other: ray.get(self.parts[other]), rank, len(self.parts))
+    return ray.get(parts[rank])
 
 
 def sees(folder: str, sizes: Mapping[str, int]) -> bool:

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from rlhfless_ray.weights.layout import padded_share
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -99,13 +97,13 @@ def read_header_bytes(content: Content) -> bytes:
     return whole.at(0, 8 + struct.unpack("<Q", whole.at(0, 8).tobytes())[0]).tobytes()
 
 
-def read_sizes(content: Content) -> dict[str, int]:
-    """Return {tensor name: elements} from a header, whose tensors may be missing. Raises ValueError if the header is incomplete."""
+def read_shapes(content: Content) -> dict[str, tuple[int, ...]]:
+    """Return {tensor name: shape} from a header, whose tensors may be missing. Raises ValueError if the header is incomplete."""
     try:
         header = _header(parts_of(content))[1]
     except (struct.error, IndexError):
         raise ValueError("a safetensors file is incomplete") from None
-    return {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
 def read_metadata(content: Content) -> dict[str, str]:
@@ -162,37 +160,6 @@ def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
     return FileParts((np.frombuffer(struct.pack("<Q", len(text)) + text, np.uint8), *arrays))
-
-
-def cut_file(content: Content, rank: int, ranks: int) -> FileParts:
-    """Return a rank's part of every tensor of a safetensors file, see `padded_share`, without the header. They are views of the file."""
-    whole, header = parts_of(content), read_header_bytes(content)
-    return FileParts(tuple(whole.at(len(header) + start, len(header) + end) for start, end in _cuts(header, rank, ranks)))
-
-
-def write_cuts(path: Path, header: bytes, cuts: Mapping[int, FileParts], ranks: int) -> None:
-    """Write a safetensors file of which only some ranks' parts are there. `cuts`: those of `cut_file`. The rest is holes.
-
-    Raises ValueError if a part has another size than the header says.
-    """
-    with path.open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + max((end for *_, end in _cuts(header, ranks - 1, ranks)), default=0))
-        for rank, content in cuts.items():
-            for (start, end), part in zip(_cuts(header, rank, ranks), content.parts, strict=True):
-                if part.nbytes != end - start:
-                    raise ValueError(f"{path.name}: a part of rank {rank} has {part.nbytes} bytes, where its header says {end - start}")
-                file.seek(len(header) + start)
-                file.write(part.data)
-
-
-def _cuts(header: bytes, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last byte of a rank's part of each tensor, counted from the end of the header."""
-    for name, entry in json.loads(header[8:]).items():
-        if name != "__metadata__" and (elements := math.prod(entry["shape"])):
-            start, end = entry["data_offsets"]
-            first, last = (value * (end - start) // elements for value in padded_share(elements, ranks, rank))
-            yield start + first, start + last
 
 
 def load_tensors(content: Content) -> dict[str, Tensor]:

@@ -202,8 +202,11 @@ class EngineTools:
 
     def load(self, name: str, version: int, weights: Any, base: dict[str, bytes] | None = None) -> None:
         from rlhfless_ray.weights.checksum import digests
+        from rlhfless_ray.weights.tensor_slice import whole_slices
 
-        self.actors[name].load(version, weights, digests(weights), base)
+        slices = whole_slices(weights)
+
+        self.actors[name].load(version, slices, digests(slices), base)
 
     def answer(self, name: str, requests: Sequence[Any]) -> dict[int, Any]:
         """Return {key: Completion}. The keys count from 0."""
@@ -286,9 +289,9 @@ class LearnerTools:
     def weights(self, name: str) -> dict[str, Any]:
         import numpy as np
 
-        from rlhfless_ray.weights.parts import Assembled
+        from rlhfless_ray.weights.tensor_slice import HeldSlices
 
-        return {key: np.array(array) for key, array in Assembled((self.host.weights(name),)).items()}
+        return {key: np.array(array) for key, array in HeldSlices.of(self.host.weights(name)).items()}
 
     def update(self, name: str, batch: Any) -> Any:
         return self.host.update(name, batch)

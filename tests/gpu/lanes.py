@@ -24,6 +24,7 @@ from rlhfless_ray.weights.adapter import ADAPTABLE
 from rlhfless_ray.weights.checksum import digests
 from rlhfless_ray.weights.model_folder import stored_weights
 from rlhfless_ray.weights.tensor_file import as_numpy
+from rlhfless_ray.weights.tensor_slice import whole_slices
 from tests.gpu.hosts import MEMORY_SHARE, ON, OPEN_S, write_figures
 from tests.learn.conftest import learner_settings
 from tests.learn.tiny_policy import tiny_policy
@@ -117,7 +118,7 @@ def check_family(
         if version == 2 and parks:
             found["after_parking"] = parked(engines, name, weights, base, asked, answers)
         if version == 2 and lora is None and of_engine.quantization == "off":
-            published, model = digests(weights), learners.ask("model", name)
+            published, model = digests(whole_slices(weights)), learners.ask("model", name)
             found["differing"] = engines.ask("call", name, "differing", 3 if parks else 2, published, model)
         stats = learners.ask("update", name, batch)
         found["applied"], found["mismatch_max"] = stats.applied, stats.mismatch_max

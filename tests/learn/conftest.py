@@ -23,7 +23,7 @@ from rlhfless_ray.learn.carry import carried
 from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings
 from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.parts import Assembled
+from rlhfless_ray.weights.tensor_slice import HeldSlices
 from tests.conftest import made_once
 
 HERE = Path(__file__).parent
@@ -100,7 +100,7 @@ def joined(ranks: list[dict[str, Any]], name: str) -> dict[str, Any]:
     every = [of_rank[name] for of_rank in ranks]
     for found in every:
         assert "error" not in found, found["error"]
-    return {**every[0], "weights": [dict(Assembled(shards)) for shards in zip(*(found["weights"] for found in every), strict=True)]}
+    return {**every[0], "weights": [dict(HeldSlices.of(*shards)) for shards in zip(*(found["weights"] for found in every), strict=True)]}
 
 
 def without_first(batch: Batch) -> Batch:
@@ -371,7 +371,7 @@ class Cases:
         for found in every:
             for when, files in found.get("snapshots", {}).items():
                 snapshots.setdefault(when, {}).update(files)
-        weights = [dict(Assembled(shards)) for shards in zip(*(found["weights"] for found in every), strict=True)]
+        weights = [dict(HeldSlices.of(*shards)) for shards in zip(*(found["weights"] for found in every), strict=True)]
         model = {name: content for found in every for name, content in found.get("model", {}).items()}
         return {**every[rank], "snapshots": snapshots, "weights": weights, "model": model, "shards": every[rank]["weights"]}
 

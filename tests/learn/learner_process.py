@@ -39,26 +39,27 @@ from rlhfless_ray.local.member_process import PARENT_DEATH_SIGNAL
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.weights.model_folder import DividedFiles
-from rlhfless_ray.weights.parts import Part, Shard
-from rlhfless_ray.weights.tensor_file import cut_file, read_header_bytes
+from rlhfless_ray.weights.shards import share_of
+from rlhfless_ray.weights.tensor_file import read_header_bytes
+from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices
 
 
-def _values(shard: Shard) -> Shard:
+def _values(shard: Slices) -> Slices:
     """Return copies that numpy can compute with: of bfloat16 as float32."""
     from rlhfless_ray.weights.tensor_file import BFLOAT16, as_tensor
 
     def copied(array: np.ndarray) -> np.ndarray:
         return as_tensor(array).float().numpy() if array.dtype == BFLOAT16 else array.copy()
 
-    return {k: replace(v, values=copied(v.values)) if isinstance(v, Part) else copied(v) for k, v in shard.items()}
+    return {piece: copied(values) for piece, values in shard.items()}
 
 
-def _read_published(trainer: Any, weights: dict[str, np.ndarray]) -> None:
+def _read_published(trainer: Any, weights: Slices) -> None:
     """Read a copy that cannot be written to. Memory that would be released is spoilt instead, so that its use would be seen."""
     from rlhfless_ray.learn import trainer_rank
 
     trainer_rank.release_pages = lambda start, size: ctypes.memset(start, 255, size)
-    copies = {name: array.copy() for name, array in weights.items()}  # of this rank's share; the others lie on other nodes
+    copies = {name: array.copy() for name, array in HeldSlices.of(weights).items()}  # of this rank's share; the others lie on other nodes
     for array in copies.values():
         array.setflags(write=False)
     trainer.read_published(copies)
@@ -75,7 +76,7 @@ def _files(case: dict[str, Any], rank: int, ranks: int) -> Any:
     return DividedFiles(
         {name: content for name, content in files.items() if name not in weights},
         {name: read_header_bytes(content) for name, content in weights.items()},
-        lambda other: {name: cut_file(content, other, ranks) for name, content in weights.items()},
+        lambda other: {name: share_of(content, other, ranks) for name, content in weights.items()},
         rank,
         ranks,
     )

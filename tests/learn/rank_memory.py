@@ -30,7 +30,6 @@ from rlhfless_ray.learn.policy_model import TokenLogprobs, TokenValues, load_cri
 from rlhfless_ray.learn.rank_settings import learner_settings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.parts import Part
 from rlhfless_ray.weights.tensor_file import as_numpy
 
 SHAPE = {"vocab_size": 2000, "num_hidden_layers": 6, "hidden_size": 768, "intermediate_size": 2304, "num_attention_heads": 12}
@@ -130,10 +129,12 @@ def measure_shards(kind: str, dtype: str, rank: int, port: int, folder: Path) ->
 def measure_files(trainer: TrainerRank, dtype: str, folder: Path, size: int) -> dict[str, float]:
     with Peak() as publishing:
         published = trainer.weights()
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        part, flat = published[name], as_numpy(tensor.to(getattr(torch, dtype))).reshape(-1)
-        assert isinstance(part, Part) and part.values.tobytes() == flat[part.start : part.end].tobytes(), name
-    own = sum(part.values.nbytes for part in published.values() if isinstance(part, Part))
+    tensors = load_file(folder / "model.safetensors")
+    assert {piece.name for piece in published} == tensors.keys()
+    for piece, values in published.items():
+        flat = as_numpy(tensors[piece.name].to(getattr(torch, dtype))).reshape(-1)
+        assert len(values) < len(flat) and values.tobytes() == flat[piece.start : piece.end].tobytes(), piece
+    own = sum(values.nbytes for values in published.values())
     found = {"published": own / size, "publishing": publishing.most / size}
     for name, trained in (("model", False), ("average", True)):
         with Peak() as writing:

@@ -26,7 +26,7 @@ from rlhfless_ray.learn.policy_model import TokenLogprobs, load_critic
 from rlhfless_ray.recipe import LoraConfig
 from rlhfless_ray.weights.adapter import CONFIG, with_base
 from rlhfless_ray.weights.model_folder import write_folder
-from rlhfless_ray.weights.shards import Shards, shard_name
+from rlhfless_ray.weights.shards import shard_name, slices_in
 from tests.learn.conftest import marked
 
 SECTION = LoraConfig(rank=3, alpha=7)
@@ -133,7 +133,7 @@ def test_a_snapshot_is_an_adapter_that_peft_loads_and_the_combiner_merges(cases:
     found = cases.result("lora/3", 2)
     files = found["snapshots"][1]
     assert set(files) == {"adapter_config.json", "adapter_model.safetensors", *OPTIMIZER, "learner.json"}
-    moments = list(Shards(files[name] for name in OPTIMIZER))
+    moments = list(slices_in(files[name] for name in OPTIMIZER))
     assert moments and all(".lora_" in name for name in moments)
     base, folder = write_folder(tmp_path / "base", cases.files), tmp_path / "adapter"
     write_folder(base, {"tokenizer.json": b"{}"})

@@ -19,7 +19,9 @@ from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_divi
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.layout import padded_share
 from rlhfless_ray.weights.model_folder import DividedFiles, write_folder
-from rlhfless_ray.weights.tensor_file import FileParts, cut_file, read_header_bytes
+from rlhfless_ray.weights.shards import share_of
+from rlhfless_ray.weights.tensor_file import read_header_bytes
+from rlhfless_ray.weights.tensor_slice import Slices
 from tests.rollout import families
 
 
@@ -176,9 +178,9 @@ def test_a_rank_loads_its_part_unless_the_file_has_other_tensors(family: str, pa
     files, fetched = families.policy(family), []
     weights = files.pop("model.safetensors")
 
-    def fetch(rank: int) -> dict[str, FileParts]:
+    def fetch(rank: int) -> dict[str, Slices]:
         fetched.append(rank)
-        return {"model.safetensors": cut_file(weights, rank, 2)}
+        return {"model.safetensors": share_of(weights, rank, 2)}
 
     divided = DividedFiles(files, {"model.safetensors": read_header_bytes(weights)}, fetch, 1, 2)
     model, whole = load_divided(divided, load), load_divided({**files, "model.safetensors": weights}, load)

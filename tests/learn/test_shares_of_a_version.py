@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhfless_ray.learn.rank_settings import learner_settings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.tensor_slice import HeldSlices
 
 
 def test_the_ranks_of_each_node_publish_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +25,7 @@ def test_the_ranks_of_each_node_publish_the_whole_model(monkeypatch: pytest.Monk
     shards = []
     for trainer.rank, share in enumerate([(0, 1), (0, 2), (1, 2)]):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=trainer.rank: rank)
-        shards.append(trainer.weights(*share))
+        shards.append(dict(HeldSlices.of(trainer.weights(*share))))
     assert trainer.holds_all
     assert shards[0].keys() == {*shards[1], *shards[2]} == set(dict(model.named_parameters()))
     assert not shards[1].keys() & shards[2].keys() and len(shards[1]) > 3 < len(shards[2])

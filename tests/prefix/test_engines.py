@@ -112,9 +112,12 @@ class World:
     def load(self, actor: Any, version: int, which: int) -> None:
         import ray
 
-        from rlhfless_ray.weights.checksum import checksum
+        from rlhfless_ray.weights.checksum import digests
+        from rlhfless_ray.weights.tensor_slice import whole_slices
 
-        ray.get(actor.load.remote(version, self.weights[which], checksum(self.weights[which])), timeout=60)
+        slices = whole_slices(self.weights[which])
+
+        ray.get(actor.load.remote(version, slices, digests(slices)), timeout=60)
 
 
 @pytest.fixture(scope="module")

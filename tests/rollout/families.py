@@ -253,7 +253,9 @@ class EngineHost:
         actor.engine.park()
         actor.engine.load = spoiled
         try:
-            actor.load(version, weights, expected)
+            from rlhfless_ray.weights.tensor_slice import whole_slices
+
+            actor.load(version, whole_slices(weights), expected)
         finally:
             actor.engine.load = load
         token_log = TokenLog(requests)

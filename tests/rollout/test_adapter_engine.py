@@ -64,7 +64,7 @@ def test_engine_and_learner_agree_under_every_version(engine: Any) -> None:
         engine.load(next(VERSIONS), Trained(FILES["A"], 1).weights)
     for seed, targets in ((1, ("all-linear",)), (2, ("q_proj", "down_proj")), (3, ("all-linear",))):
         trained = Trained(FILES["A"], seed, targets)
-        engine.load(next(VERSIONS), trained.weights, FILES["A"])
+        engine.load(next(VERSIONS), trained.weights, weights_of(FILES["A"]))
         assert trained.largest_mismatch(asked, answer(engine, asked)) < 1e-4
         engine.park()
         engine.unpark()
@@ -80,7 +80,7 @@ def test_adapters_give_the_tokens_of_merged_weights(engine: Any, new_engine: Cal
             merged[name] = merged[name] + scale * b @ a
     plain = new_engine(FILES["A"])
     plain.load(next(VERSIONS), merged)
-    engine.load(next(VERSIONS), trained.weights, FILES["A"])
+    engine.load(next(VERSIONS), trained.weights, weights_of(FILES["A"]))
     found, wanted = answer(engine, requests()), answer(plain, requests())
     for key, one in wanted.items():
         np.testing.assert_array_equal(found[key].token_ids, one.token_ids)
@@ -90,7 +90,7 @@ def test_adapters_give_the_tokens_of_merged_weights(engine: Any, new_engine: Cal
 def test_layers_that_the_engine_lacks_are_named(engine: Any) -> None:
     weights = {name.replace("layers.1", "layers.7"): x for name, x in Trained(FILES["A"], 1).weights.items()}
     with pytest.raises(ValueError, match=r"adapts 7 layers that the engine lacks, model\.layers\.7"):
-        engine.load(next(VERSIONS), weights, FILES["A"])
+        engine.load(next(VERSIONS), weights, weights_of(FILES["A"]))
     with pytest.raises(RuntimeError, match="no weights"):
         answer(engine, requests(1))
 
@@ -98,7 +98,7 @@ def test_layers_that_the_engine_lacks_are_named(engine: Any) -> None:
 def test_an_adapter_on_a_base_in_8_bits(new_engine: Callable[..., Any]) -> None:
     trained = Trained(FILES["A"], 5)
     made = new_engine(FILES["A"], adapter=SERVED, quantization="int8")
-    made.load(next(VERSIONS), trained.weights, FILES["A"])
+    made.load(next(VERSIONS), trained.weights, weights_of(FILES["A"]))
     asked = requests()
     assert 1e-4 < trained.largest_mismatch(asked, answer(made, asked)) < 2.0
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.engine.engine_settings import EngineSettings
-from rlhfless_ray.weights.checksum import checksum, digests
-from rlhfless_ray.weights.parts import Part
+from rlhfless_ray.weights.checksum import digests
+from rlhfless_ray.weights.tensor_slice import TensorSlice, whole_slices
 
 pytestmark = pytest.mark.engine
 CPU = EngineSettings(max_model_len=64, max_running=4, block_size=32, kv_cache_mb=8, gpu_memory_share=0.5)
@@ -23,24 +23,28 @@ def actor(sampling: ModuleType) -> Any:
 
     made = EngineActor({}, CPU)
     made.loaded = []
-    made.engine = SimpleNamespace(unpark=lambda: None, load=lambda version, weights, base: made.loaded.append((version, weights)))
+    made.engine = SimpleNamespace(
+        unpark=lambda: None,
+        check=lambda channel, version: channel.check(version),
+        load=lambda version, weights, base: made.loaded.append((version, dict(weights))),
+    )
     return made
 
 
 def test_weights_are_checked_before_they_are_used(actor: Any) -> None:
     weights = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
-    published = checksum(weights)
-    spans = actor.load(4, weights, published)
+    published = digests(whole_slices(weights))
+    spans = actor.load(4, whole_slices(weights), published)
     assert [(s.activity, s.what) for s in spans] == [("transfer", "load version 4")]
-    shards: list[dict[str, Any]] = [{"a": Part((6,), start, weights["a"][start : start + 3])} for start in (0, 3)]
-    shards[0]["b"] = weights["b"]
+    shards = [{TensorSlice("a", (6,), start, start + 3): weights["a"][start : start + 3]} for start in (0, 3)]
+    shards[0] |= whole_slices({"b": weights["b"]})
     of_shards = {name: digest for shard in shards for name, digest in digests(shard).items()}
     actor.load(4, shards[0], of_shards, None, shards[1])
     for version, found in actor.loaded:
         assert version == 4 and found.keys() == weights.keys() and all(np.array_equal(found[name], x) for name, x in weights.items())
     weights["a"][3] = np.nextafter(weights["a"][3], 9)
-    with pytest.raises(ValueError, match="version 5 arrived damaged"):
-        actor.load(5, weights, published)
+    with pytest.raises(ValueError, match="version 5 arrived damaged: a differ"):
+        actor.load(5, whole_slices(weights), published)
     with pytest.raises(ValueError, match=r"version 5 arrived damaged: a\[3:6\] differ"):
         actor.load(5, shards[0], of_shards, None, shards[1])
     assert len(actor.loaded) == 2

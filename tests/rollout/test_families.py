@@ -21,6 +21,7 @@ from rlhfless_ray.learn.batch import UNKNOWN_EXPERT
 from rlhfless_ray.learn.model_checks import WITH_ROUTERS
 from rlhfless_ray.weights.checksum import digests
 from rlhfless_ray.weights.load_policy import check_files
+from rlhfless_ray.weights.tensor_slice import whole_slices
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learn"))
 
@@ -98,13 +99,13 @@ def test_engine_and_learner_agree_for_two_steps(hosts: tuple[Any, Any], opened: 
             assert any(not np.array_equal(weights[name], before[name]) for name in weights), "the update changed nothing"
         before = weights
         asked = requests(seed=version)
-        answers = ray.get(engines.answer.remote(family, version, weights, digests(weights), asked), timeout=S)
+        answers = ray.get(engines.answer.remote(family, version, weights, digests(whole_slices(weights)), asked), timeout=S)
         batch = batch_of(asked, answers)
         found = ray.get(learners.logprobs.remote(family, batch), timeout=S)
         worst.append(float(np.abs(found - batch.logprobs).max()))
         if version:  # an engine that loads the updated policy's files holds the same bits
             model = ray.get(learners.model.remote(family), timeout=S)
-            assert ray.get(engines.differing.remote(family, model, digests(weights)), timeout=S) == ([], [])
+            assert ray.get(engines.differing.remote(family, model, digests(whole_slices(weights))), timeout=S) == ([], [])
         stats = ray.get(learners.update.remote(family, batch), timeout=S)
         assert stats.applied == 1 and stats.mismatch_max < TOLERANCE
     WORST[family] = max(worst)
@@ -118,7 +119,7 @@ def test_an_engine_tells_the_experts_of_every_token(hosts: tuple[Any, Any], open
     opened.open(family)
     weights = ray.get(learners.weights.remote(family), timeout=S)
     asked = [replace(one, token_ids=(*range(2, 40), *one.token_ids)) for one in requests(seed=5)]  # a block of KV that all share
-    answers = ray.get(engines.answer.remote(family, 5, weights, digests(weights), asked), timeout=S)
+    answers = ray.get(engines.answer.remote(family, 5, weights, digests(whole_slices(weights)), asked), timeout=S)
     batch = batch_of(asked, answers, replays=True)
     assert batch.experts is not None
     unknown = (batch.experts == UNKNOWN_EXPERT).all((1, 2))
@@ -170,7 +171,7 @@ def test_a_tensor_that_an_engine_gets_wrong_is_named(hosts: tuple[Any, Any], ope
     engines, learners = hosts
     opened.open(family)
     weights, model = ray.get([learners.weights.remote(family), learners.model.remote(family)], timeout=S)
-    published, asked, garbled = digests(weights), requests(seed=7), GARBLED[family]
+    published, asked, garbled = digests(whole_slices(weights)), requests(seed=7), GARBLED[family]
     assert garbled in weights
     answers = ray.get(engines.answer.remote(family, 10, weights, published, asked, garbled), timeout=S)
     batch = batch_of(asked, answers)

@@ -23,8 +23,9 @@ from rlhfless_ray.runtime.agreement import tolerance
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("warm_processes")]
 
 
-def answers_of_two(file: Path, kind: str) -> tuple[Any, Any, Any, Any]:
-    """Return the further members' process ids, the answers under A and B, the tensors that differ, and the tokens that a head drafted."""
+def answers_of_two(file: Path, kind: str) -> tuple[Any, ...]:
+    """Return the further members' process ids, the answers under A and B, the tensors that differ, the tokens that a head drafted,
+    the bytes of a version that the first member fetched, and what the engine says of each tensor if it is damaged."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = forked([sys.executable, str(Path(__file__).parent / "members_engine.py"), str(file), kind])
     ended = subprocess.run(command, env=environment, timeout=180, check=False)
@@ -34,7 +35,10 @@ def answers_of_two(file: Path, kind: str) -> tuple[Any, Any, Any, Any]:
 
 def test_two_members_generate_as_one_and_end_when_one_is_lost(new_engine: Callable[..., Any], tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    pids, found, differing, drafted = answers_of_two(tmp_path / "answers", "plain")
+    pids, found, differing, drafted, fetched, damage = answers_of_two(tmp_path / "answers", "plain")
+    sizes = {name: array.nbytes for name, array in weights_of(FILES["B"]).items()}
+    assert sum(sizes.values()) / 2 <= fetched < sum(sizes.values()) * 0.52, "all but the norms are halved"
+    assert damage.keys() == sizes.keys() and all(f"version 0 arrived damaged: {name} differ" in said for name, said in damage.items())
     assert differing["B"] == [] and len(differing["A"]) > 5, "each member compares its part"
     assert len(pids) == 1 and not Path(f"/proc/{pids[0]}").exists()
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vllm_dist")]

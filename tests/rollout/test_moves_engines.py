@@ -18,8 +18,8 @@ from placement.scaling.resize_policy import Hold
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
-from rlhfless_ray.types import Request, WeightVersion
-from rlhfless_ray.weights.checksum import checksum
+from rlhfless_ray.types import Request
+from rlhfless_ray.weights.channel import stored_version
 from tests.conftest import two_engines
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -84,12 +84,10 @@ def pool(ray_cluster: None) -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def roll_out(pool: WorkerPool) -> Any:
-    import ray
-
     from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 
     weights = weights_of(FILES["A"])
-    ref, total = ray.put(weights), checksum(weights)
+    stored = stored_version(1, weights)
 
     def run(version: int, **options: Any) -> Any:
         given = {"migration": None, "silence_s": 60.0, **options}
@@ -98,7 +96,7 @@ def roll_out(pool: WorkerPool) -> Any:
             pool,
             ASKED,
             np.full(len(ASKED), 100.0),
-            WeightVersion(version, (ref,), total),
+            replace(stored, version=version),
             interval_s=0.05,
             idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
             **given,

@@ -24,8 +24,8 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.listener import RolloutListener
-from rlhfless_ray.types import Prompt, Sample, WeightVersion
-from rlhfless_ray.weights.checksum import checksum
+from rlhfless_ray.types import Prompt, Sample
+from rlhfless_ray.weights.channel import stored_version
 from rlhfless_ray.weights.model_folder import without_weights
 from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import two_engines
@@ -94,7 +94,6 @@ def pool(ray_cluster: None, files: dict[str, bytes]) -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Sample]]]:
-    import ray
 
     from rlhfless_ray.rollout.driver import IdleEngines
     from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
@@ -103,7 +102,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
     path = tmp_path_factory.mktemp("agent") / "agent.py"
     path.write_text(AGENT)
     weights = weights_of(files)
-    version = WeightVersion(1, (ray.put(weights),), checksum(weights))
+    version = stored_version(1, weights)
     own = (AgentSource.load(str(path)), without_weights(files), False, 100, 20.0, TURN)
     agents = AgentProcesses(lambda: start_agent(AgentActor, *own), 1, 20.0, FailureBudget(5), 120.0, pool.ledger)
     agents.start()

@@ -56,6 +56,7 @@ class Pool:
             leases=[0],
             loading=None,
             version=1,
+            width=1,
             started=True,
             state=None,
         )

@@ -13,31 +13,18 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.rollout.weight_traffic import least_bytes
 from rlhfless_ray.weights.checksum import damaged, digests, digests_like
-from rlhfless_ray.weights.layout import Cut, even_share, pieces, whole_layers, whole_tensors
-from rlhfless_ray.weights.parts import Assembled, Part
-from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
-from rlhfless_ray.weights.tensor_file import RemoteFile, as_numpy, read_header_bytes
+from rlhfless_ray.weights.layout import even_share, whole_layers, whole_tensors
+from rlhfless_ray.weights.shards import save_slices, shard_name, slices_in
+from rlhfless_ray.weights.tensor_file import RemoteFile, as_numpy, as_tensor, read_header_bytes, save_tensors
+from rlhfless_ray.weights.tensor_slice import UNKNOWN, HeldSlices, TensorSlice, whole_slices
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
-    """A number of elements, and intervals that cover them all, with overlaps, in any order."""
+    """A number of elements, and intervals that cover them all, in any order."""
     elements = draw(st.integers(1, 60))
     cuts = sorted({0, elements, *draw(st.lists(st.integers(0, elements), max_size=6))})
-    spare = st.tuples(st.integers(0, elements), st.integers(0, elements)).map(lambda pair: (min(pair), max(pair)))
-    intervals = [*itertools.pairwise(cuts), *draw(st.lists(spare, max_size=4))]
-    return elements, draw(st.permutations(intervals))
-
-
-@given(layouts(), st.data())
-def test_any_interval_is_put_together_from_any_layout(layout: tuple[int, list[tuple[int, int]]], data: st.DataObject) -> None:
-    elements, held = layout
-    start = data.draw(st.integers(0, elements))
-    end = data.draw(st.integers(start, elements))
-    values = np.arange(elements)
-    plan = pieces((start, end), held)
-    found = [values[held[holder][0] : held[holder][1]][a - held[holder][0] : b - held[holder][0]] for holder, (a, b) in plan]
-    np.testing.assert_array_equal(np.concatenate([[], *found]), values[start:end])
+    return elements, draw(st.permutations(list(itertools.pairwise(cuts))))
 
 
 @given(layouts(), st.sampled_from(["float32", "bfloat16"]))
@@ -46,20 +33,22 @@ def test_a_version_is_assembled_from_any_layout(layout: tuple[int, list[tuple[in
     whole = as_numpy(torch.arange(elements * 2).to(getattr(torch, dtype)).view(2, elements))
     flat = whole.reshape(-1)
     held = [(2 * start, 2 * end) for start, end in intervals]
-    version = Assembled([{"w": Part(whole.shape, start, flat[start:end])} for start, end in held] + [{"b": flat}])
+    version = HeldSlices.of(*({TensorSlice("w", whole.shape, a, b): flat[a:b]} for a, b in held), whole_slices({"b": flat}))
     assert version["w"].dtype == whole.dtype and version["w"].shape == whole.shape
     assert version["w"].tobytes() == whole.tobytes() and version["b"] is not flat and np.shares_memory(version["b"], flat)
-    assert list(version) == ["w", "b"] and version.nbytes == 2 * whole.nbytes
+    assert list(version) == ["w", "b"] and version.content("w") == (whole.shape, whole.dtype)
 
 
 def test_a_missing_part_of_a_version_is_named_and_a_damaged_one_too() -> None:
     array = np.arange(8, dtype=np.float32).reshape(2, 4)
-    shards = [{"w": Part(array.shape, start, array.reshape(-1)[start : start + 4])} for start in (0, 4)]
-    with pytest.raises(ValueError, match=r"^w: elements 4 to 8 are in no part"):
-        Assembled(shards[:1])["w"]
-    turned = {"w": Part((4, 2), 4, shards[1]["w"].values)}
-    with pytest.raises(ValueError, match="w: one shard has a part of a tensor of shape"):
-        Assembled([shards[0], turned])["w"]
+    shards = [{TensorSlice("w", array.shape, start, start + 4): array.reshape(-1)[start : start + 4]} for start in (0, 4)]
+    with pytest.raises(ValueError, match=r"^w: 4 elements are in no part"):
+        HeldSlices.of(shards[0])["w"]
+    with pytest.raises(ValueError, match=r"^w: 4 elements are in several parts"):
+        HeldSlices.of(*shards, {TensorSlice("w", array.shape, 2, 6): array.reshape(-1)[2:6]})["w"]
+    turned = {TensorSlice("w", (4, 2), 4, 8): array.reshape(-1)[4:]}
+    with pytest.raises(ValueError, match=r"w: pieces are of tensors of different shapes: \(2, 4\), \(4, 2\)"):
+        HeldSlices.of(shards[0], turned)["w"]
     published = {name: digest for shard in shards for name, digest in digests(shard).items()}
     assert list(published) == ["w[0:4]", "w[4:8]"] and digests_like({"w": array}, published) == published
     array[1, 0] = 7
@@ -105,14 +94,15 @@ def test_shards_of_any_number_of_ranks_are_read_by_any_other(writers: int, reade
     files = {}
     for rank in range(writers):
         shares = {name: even_share(x.numel(), writers, rank) for name, x in whole.items()}
-        parts = {name: (a, whole[name][a:b]) for name, (a, b) in shares.items() if b > a}
-        files[shard_name("optimizer", rank, writers)] = save_intervals(parts, {"rng": torch.arange(3)} if rank == 0 else {})
-    shards = Shards(bytes(content) for content in files.values())
+        parts = {TensorSlice(name, (len(whole[name]),), a, b): whole[name][a:b] for name, (a, b) in shares.items() if b > a}
+        files[shard_name("optimizer", rank, writers)] = save_slices(parts)
+    files["whole"] = save_tensors({"rng": torch.arange(3)})
+    shards = slices_in(bytes(content) for content in files.values())
     for rank in range(readers):
         for name, x in whole.items():
             a, b = even_share(x.numel(), readers, rank)
-            assert torch.equal(shards.read(name, a, b), x[a:b])
-    assert torch.equal(shards.whole("rng"), torch.arange(3)) and set(shards) == {*whole, "rng"}
+            assert torch.equal(as_tensor(shards.read(TensorSlice(name, (len(x),), a, b))), x[a:b])
+    assert torch.equal(as_tensor(shards["rng"]), torch.arange(3)) and set(shards) == {*whole, "rng"}
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(1, 40), min_size=1, max_size=4))
@@ -121,16 +111,15 @@ def test_a_reader_fetches_the_files_that_have_some_of_its_part(writers: int, rea
     fetched: list[int] = []
 
     def remote(rank: int) -> RemoteFile:
-        file = save_intervals(
-            {f"w{i}": (a, torch.zeros(b - a)) for i, (a, b) in enumerate(even_share(n, writers, rank) for n in sizes)}, {}
-        )
+        shares = [TensorSlice(f"w{i}", (n,), *even_share(n, writers, rank)) for i, n in enumerate(sizes)]
+        file = save_slices({share: torch.zeros(share.end - share.start) for share in shares})
         return RemoteFile(read_header_bytes(file), lambda: [fetched.append(rank), file][1])
 
     for rank in range(readers):
         fetched.clear()
-        shards = Shards(remote(writer) for writer in range(writers))
+        shards = slices_in(remote(writer) for writer in range(writers))
         own = [even_share(size, readers, rank) for size in sizes]
-        assert [len(shards.read(f"w{i}", *interval)) for i, interval in enumerate(own)] == [b - a for a, b in own]
+        assert [len(shards.read(TensorSlice(f"w{i}", UNKNOWN, *interval))) for i, interval in enumerate(own)] == [b - a for a, b in own]
         held = {
             k
             for k in range(writers)
@@ -145,24 +134,25 @@ def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def test_a_missing_part_is_named() -> None:
-    shards = Shards([save_intervals({"w": (2, torch.arange(4.0))}, {})])
-    with pytest.raises(ValueError, match="w: elements 0 to 2 are in no part"):
-        shards.read("w", 0, 6)
-    with pytest.raises(ValueError, match="w: elements 6 to 9 are in no part"):
-        shards.read("w", 3, 9)
+    shards = slices_in([save_slices({TensorSlice("w", (9,), 2, 6): torch.arange(4.0)})])
+    with pytest.raises(ValueError, match=r"^w: 2 elements are in no part"):
+        shards.read(TensorSlice("w", UNKNOWN, 0, 6))
+    with pytest.raises(ValueError, match=r"^w\[3:9\]: 3 elements are in no part"):
+        shards.read(TensorSlice("w", (9,), 3, 9))
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
 def test_intervals_of_any_cut_are_where_a_slice_has_them(shape: list[int], data: st.DataObject) -> None:
     axis = data.draw(st.integers(0, len(shape) - 1))
     first = data.draw(st.integers(0, shape[axis] - 1))
-    cut = Cut(tuple(shape), axis, first, data.draw(st.integers(1, shape[axis] - first)))
+    size = data.draw(st.integers(1, shape[axis] - first))
     whole = torch.arange(math.prod(shape))
-    own = whole.view(shape).narrow(axis, first, cut.size).reshape(-1)
+    own = whole.view(shape).narrow(axis, first, size).reshape(-1)
     start = data.draw(st.integers(0, own.numel()))
     end = data.draw(st.integers(start, own.numel()))
-    matrix, found = whole.view(-1, cut.row_elements), torch.full((end - start,), -1)
-    blocks = list(cut.blocks((start, end)))
+    piece = TensorSlice.along("w", shape, axis, first, size).part(start, end)
+    matrix, found = whole.view(-1, math.prod(shape[axis:])), torch.full((end - start,), -1)
+    blocks = list(piece.blocks(axis))
     for (a, b), (rows, columns) in blocks:
         found[a:b] = matrix[slice(*rows), slice(*columns)].reshape(-1)
     assert torch.equal(found, own[start:end]) and len(blocks) <= 3
@@ -171,22 +161,42 @@ def test_intervals_of_any_cut_are_where_a_slice_has_them(shape: list[int], data:
 @given(st.sampled_from([(6, 4), (4, 6), (12,), (2, 6, 4)]), st.data())
 def test_what_one_width_wrote_is_read_at_any_other(shape: tuple[int, ...], data: st.DataObject) -> None:
     """Writers and readers are divided along an axis, each with shares of its own cut by data-parallel ranks."""
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
 
-    def layout() -> list[tuple[Cut | None, int, int]]:
+    def layout() -> list[tuple[TensorSlice, torch.Tensor]]:
         axis = data.draw(st.integers(0, len(shape) - 1))
         width = data.draw(st.sampled_from([n for n in (1, 2, 3) if shape[axis] % n == 0]))
-        replicas, size = data.draw(st.integers(1, 3)), shape[axis] // width
-        cuts = [Cut(shape, axis, rank * size, size) if width > 1 else None for rank in range(width)]
-        return [(cut, *even_share(tensor.numel() // width, replicas, k)) for cut in cuts for k in range(replicas)]
+        replicas, size, found = data.draw(st.integers(1, 3)), shape[axis] // width, []
+        for rank in range(width):
+            cut = TensorSlice.along("w", shape, axis, rank * size, size) if width > 1 else TensorSlice.whole("w", shape)
+            own = tensor.narrow(axis, rank * size, size).reshape(-1)
+            found += [(cut.part(a, b), own[a:b]) for a, b in (even_share(own.numel(), replicas, k) for k in range(replicas)) if b > a]
+        return found
 
-    def own(cut: Cut | None) -> torch.Tensor:
-        return (tensor if cut is None else tensor.narrow(cut.axis, cut.first, cut.size)).reshape(-1)
-
-    files = [save_intervals({"w": (a, own(cut)[a:b])}, {}, {} if cut is None else {"w": cut}) for cut, a, b in layout() if b > a]
-    shards = Shards(bytes(content) for content in files)
-    for cut, a, b in layout():
-        assert torch.equal(shards.read("w", a, b, cut), own(cut)[a:b])
+    written = layout()
+    files = [save_slices({piece: values}) for piece, values in written]
+    in_files, published = slices_in(bytes(content) for content in files), HeldSlices.of(*({x: as_numpy(v)} for x, v in written))
+    for piece, values in layout():
+        for held in (in_files, published):
+            found = held.read(piece)
+            assert found.shape == piece.values_shape and torch.equal(as_tensor(found.copy()).reshape(-1), values)
     if len(files) > 1:
         with pytest.raises(ValueError, match=r"w: .* are in no part"):
-            Shards(bytes(content) for content in files[1:]).read("w", 0, tensor.numel())
+            slices_in(bytes(content) for content in files[1:]).read(TensorSlice.whole("w", shape))
+
+
+def test_a_column_of_a_tensor_in_one_piece_is_a_view() -> None:
+    whole = np.arange(24.0).reshape(4, 6)
+    held = HeldSlices.of(whole_slices({"w": whole}))
+    found = held.read(TensorSlice.along("w", (4, 6), 1, 2, 3))
+    assert np.shares_memory(found, whole) and found.tolist() == whole[:, 2:5].tolist()
+
+
+def test_an_old_checkpoint_s_cuts_along_the_first_axis_are_read() -> None:
+    """They were saved with the cut, and counted from its beginning."""
+    tensor = torch.arange(12.0).view(6, 2)
+    cuts = [{"starts": f'{{"w": {a}}}', "cuts": f'{{"w": [[6, 2], 0, {first}, 3]}}'} for first in (0, 3) for a in (0, 4)]
+    files = [
+        save_tensors({"w": tensor.reshape(-1)[a:b]}, cut) for (a, b), cut in zip([(0, 4), (4, 6), (6, 10), (10, 12)], cuts, strict=True)
+    ]
+    assert torch.equal(as_tensor(slices_in(files)["w"]), tensor)

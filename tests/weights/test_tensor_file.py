@@ -15,19 +15,18 @@ from hypothesis import strategies as st
 from safetensors import torch as library
 
 from rlhfless_ray.weights.layout import padded_share
+from rlhfless_ray.weights.shards import share_of, write_slices
 from rlhfless_ray.weights.tensor_file import (
     BFLOAT16,
     FileParts,
     as_numpy,
     as_tensor,
     checksum,
-    cut_file,
     load_tensors,
     parts_of,
     read_header,
     read_header_bytes,
     save_tensors,
-    write_cuts,
     write_file,
 )
 
@@ -110,14 +109,14 @@ def test_a_range_of_parts(pieces: list[bytes], start: int, end: int) -> None:
 @given(tensors, st.integers(1, 4))
 def test_a_rank_s_parts_make_a_file_that_is_its_own_and_all_make_the_whole(named: dict[str, torch.Tensor], ranks: int) -> None:
     content = save_tensors(named, {"format": "pt"})
-    header, cuts = read_header_bytes(content), {rank: cut_file(content, rank, ranks) for rank in range(ranks)}
-    assert len(header) + sum(map(len, cuts.values())) == len(content)
+    header, shares = read_header_bytes(content), [share_of(content, rank, ranks) for rank in range(ranks)]
+    assert len(header) + sum(values.nbytes for share in shares for values in share.values()) == len(content)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x.safetensors")
-        write_cuts(path, header, cuts, ranks)
+        write_slices(path, header, shares)
         assert path.read_bytes() == bytes(content)
-        for rank, cut in cuts.items():
-            write_cuts(path, header, {rank: pickle.loads(pickle.dumps(cut))}, ranks)
+        for rank, share in enumerate(shares):
+            write_slices(path, header, [pickle.loads(pickle.dumps(share))])
             for name, found in load_tensors(path.read_bytes()).items():
                 start, end = padded_share(found.numel(), ranks, rank)
                 raw, wanted = (x.reshape(-1).view(torch.uint8) for x in (found, named[name]))
@@ -126,7 +125,7 @@ def test_a_rank_s_parts_make_a_file_that_is_its_own_and_all_make_the_whole(named
                 assert not raw[: start * size].any() and not raw[end * size :].any(), "a hole reads as zeros"
 
 
-def test_a_part_of_another_size_than_the_header_says_is_named(tmp_path: Path) -> None:
+def test_a_slice_of_another_shape_than_the_header_says_is_named(tmp_path: Path) -> None:
     header = read_header_bytes(save_tensors({"w": torch.ones(8)}))
-    with pytest.raises(ValueError, match=r"^x\.safetensors: a part of rank 1 has 24 bytes, where its header says 16"):
-        write_cuts(tmp_path / "x.safetensors", header, {1: cut_file(save_tensors({"w": torch.ones(12)}), 1, 2)}, 2)
+    with pytest.raises(ValueError, match=r"^x\.safetensors: w\[6:12\] is of a tensor of shape \(12,\), where its header says \(8,\)"):
+        write_slices(tmp_path / "x.safetensors", header, [share_of(save_tensors({"w": torch.ones(12)}), 1, 2)])
