@@ -1,6 +1,6 @@
 """Leases: the right to use a slot.
 
-A new slot may take Ray 0.5-0.8 s (see `slot_source`). So a lease is handed from one function to the next if possible, and only surplus
+A new slot may take Ray 0.5-0.8 s (see `node_groups`). So a lease is handed from one function to the next if possible, and only surplus
 leases are removed.
 """
 
@@ -18,7 +18,9 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, RayGroups, SlotSource, bundle_of
+from rlhfless_ray.functions.node_groups import bundle_of
+from rlhfless_ray.functions.private_slots import PrivateSlots
+from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, SlotSource
 
 PREFERRED_S = 1.0  # longest wait for a preferred node: a little more than Ray's retry interval
 Labels = Callable[[], dict[str, str]]  # returns the node labels that slots must have now
@@ -69,11 +71,11 @@ class LeaseManager:
     ) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device).
 
-        `source`: source of the slots; default: Ray's queue. `nodes`: the cluster's, if another part of the run reads them too.
+        `source`: source of the slots; default: a pool of this run alone. `nodes`: the cluster's, if another part of the run reads them too.
         """
         self.resource = resource
         self.bundle = bundle_of(resource)
-        self.source: SlotSource = RayGroups(resource) if source is None else source
+        self.source: SlotSource = PrivateSlots(resource, run_id) if source is None else source
         self.ledger = ledger
         self.deadline_s = deadline_s
         self.run_id = run_id
@@ -248,14 +250,13 @@ class LeaseManager:
                 nodes_with_room.append(node)
         return nodes_with_room
 
-    def reachable(self) -> set[tuple[str, str]] | None:
-        """Return the nodes and devices on which parked processes of this run could work; None if Ray's queue does not tell.
+    def reachable(self) -> set[tuple[str, str]]:
+        """Return the nodes and devices on which parked processes of this run could work.
 
-        These are devices that it holds, and of a shared pool those that no run holds or that other runs hold beyond their shares.
+        These are devices that it holds, that no run holds, or that other runs hold beyond their shares.
         """
-        if (due := self.source.warm_due()) is None:
-            return None
-        return set(due).union(*(lease.slot.places for lease in self.held.values()))
+        view = self.source.look()  # it may be older than the last release
+        return {*view.warm_free, *view.warm_lent}.union(*(lease.slot.places for lease in self.held.values()))
 
     def may_wait(self, count: int, labels: dict[str, str]) -> bool:
         """Return whether needed slots may come after their deadline: a node has `count` of them, and other runs may hold these."""
@@ -285,10 +286,10 @@ class LeaseManager:
             self.ledger.release(lease.id)
         going = self.nodes.known_going()
         self.source.release([lease.id for lease in held if lease.slot.node not in going])
-        self.source.drop([lease.id for lease in held if lease.slot.node in going])
+        self.source.release([lease.id for lease in held if lease.slot.node in going], avoids=True)
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
-        self.source.withdraw([request for request in requests if self.pending.pop(request.id, None) is not None])
+        self.source.release([request.id for request in requests if self.pending.pop(request.id, None) is not None])
 
     def release_all(self) -> None:
         """Release everything, at the end of a run."""

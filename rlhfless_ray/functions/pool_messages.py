@@ -14,7 +14,7 @@ from typing import Any
 
 from placement.market import Bid
 
-MESSAGES = 3  # version of these messages and of `SlotPool.status`: the pool refuses runs with another one
+MESSAGES = 4  # version of these messages and of `SlotPool.status`: the pool refuses runs with another one
 OTHER_VERSION = (
     "the runs on this cluster use another version of rlhfless-ray, whose slot pool does not understand this run; "
     "use the same version, wait until those runs have ended, or set cluster.pool to false"
@@ -70,16 +70,16 @@ class PoolView:
     to which processes with state of those runs must return.
     """
 
-    slots: int
-    runs: int
-    held: int
-    target: int
-    surplus: int
-    price: float
-    reason: str
-    slot_s: float
-    lent_slot_s: float
-    borrowed_slot_s: float
+    slots: int = 0
+    runs: int = 1
+    held: int = 0
+    target: int = 0
+    surplus: int = 0
+    price: float = 0.0
+    reason: str = ""
+    slot_s: float = 0.0
+    lent_slot_s: float = 0.0
+    borrowed_slot_s: float = 0.0
     others: Mapping[str, int] = field(default_factory=dict)  # slots of the other runs that hold any
     waiting: tuple[str, ...] = ()  # other runs below their target that want slots
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
@@ -201,5 +201,5 @@ class RunSlots:
             self.paid_s[id] = max(0.0, ended_s - slot.granted_s) if slot is not None else 0.0, self.number
 
     def avoid(self, ids: Iterable[str]) -> None:
-        """Request no more slots on the nodes of these granted requests."""
-        self.avoids |= {self.held[id].node for id in ids}
+        """Request no more slots on the nodes of these requests, as far as they are granted."""
+        self.avoids |= {self.held[id].node for id in ids if id in self.held}

@@ -13,6 +13,7 @@ from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, R
 # A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update.
 # Ray takes up to 0.8 s to grant a slot again, and 10 ms or more to name its device.
 IDLE_S = 30.0
+SOUGHT_S = 1.0  # the least such time on a node of which a run wants one device, for which Ray grants any: until the right one has come
 WARM_IDLE_S = 300.0  # the same for a device to which parked processes are bound: on another one a process has to start
 RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
 HEARD_S = 5.0  # a run with a message in this time is alive: it sends one every second
@@ -264,8 +265,9 @@ class PoolState:
         """
         avoided = {node for run in self.runs.values() for node in run.avoids}
         warm = {place for run in self.runs.values() for place in run.warm} if keeps_warm else set()
+        sought = {request.node for request in self.requests.values() if request.device is not None}
         free = [slot for slot in self.slots.values() if not slot.holder]
-        limits_s = [WARM_IDLE_S if _place(slot) in warm else idle_s for slot in free]
+        limits_s = [WARM_IDLE_S if _place(slot) in warm else max(idle_s, SOUGHT_S) if slot.node in sought else idle_s for slot in free]
         return [one for one, limit_s in zip(free, limits_s, strict=True) if now_s - one.since_s > limit_s or one.node in avoided]
 
     def drop(self, id: str, now_s: float) -> None:
@@ -438,11 +440,15 @@ class PoolState:
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
-        labels = self.nodes.get(slot.node, (0, {}))[1]
-        if slot.node in self.runs[request.run].avoids or request.node not in ("", slot.node) or request.device not in (None, slot.device):
+    def may_use(self, request: SlotRequest, node: str) -> bool:
+        """Return whether slots of a node are of use for a request."""
+        labels = self.nodes.get(node, (0, {}))[1]
+        if node in self.runs[request.run].avoids or request.node not in ("", node):
             return False
         return all(labels.get(name) == value for name, value in request.labels.items())
+
+    def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
+        return request.device in (None, slot.device) and self.may_use(request, slot.node)
 
     def _preference(self, slot: PoolSlot, run: str) -> tuple[bool, bool, int, bool]:
         """Return how a run ranks a slot, the best first.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rlhfless_ray.functions.instance import Instance
-from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.slot_source import SlotSource
 
 SHARE = 0.5  # share of a node's memory, if the recipe sets no amount
 FIRST_MB = 560.0  # assumed size of a parked process before one was measured: an engine's imports on CPU in `benchmarks.coldstart`
@@ -35,7 +35,7 @@ class WarmMemoryBudget:
     """
 
     def __init__(
-        self, most_mb: float | None, node_mb: Callable[[str], float], say: Callable[[str], None], others: PoolClient | None = None
+        self, most_mb: float | None, node_mb: Callable[[str], float], say: Callable[[str], None], others: SlotSource | None = None
     ) -> None:
         """Create a budget.
 
@@ -87,10 +87,12 @@ class WarmMemoryBudget:
         if self.most_mb is not None:
             return self.most_mb
         whole_mb = SHARE * self.node_mb(node)
-        return whole_mb if self.others is None else max(whole_mb / self.others.runs, whole_mb - self.others.others_mb(node))
+        return (
+            whole_mb if self.others is None else max(whole_mb / self.others.view.runs, whole_mb - self.others.view.parked_mb.get(node, 0.0))
+        )
 
     def _limit(self, most_mb: float) -> str:
-        shared = ", less the memory of other runs" if self.others is not None and self.others.runs > 1 else ""
+        shared = ", less the memory of other runs" if self.others is not None and self.others.view.runs > 1 else ""
         return f"functions.parked_mb allows {most_mb:.0f} MB" + (f" ({SHARE:.0%} of its memory{shared})" if self.most_mb is None else "")
 
     def _say_once(self, decision: str, message: str) -> None:

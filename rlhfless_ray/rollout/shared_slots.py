@@ -116,7 +116,7 @@ class SharedSlots:
 
     def _warm(self, driver: Rollout) -> int:
         """Return the number of parked engines that could work on slots which no run holds. On GPU each has its own device."""
-        return driver.pool.count_warm(1, self.source.warm_free)
+        return driver.pool.count_warm(1, self.source.view.warm_free)
 
     def _take(self, driver: Rollout) -> None:
         request, self.request, self.answer = self.request, None, None
@@ -134,8 +134,8 @@ class SharedSlots:
             driver.result.exchanged["shared/slots_given"] += gone
         self.leaving &= set(working)
         now, spare = time.monotonic(), len(working) - len(self.leaving) - 1
-        if (surplus := min(self.source.surplus, spare)) > 0 and now > self.look_again_s and not driver.migrations.leaving:
-            usable = {number for number, one in working.items() if any(lease.id in self.source.surplus_leases for lease in one.leases)}
+        if (surplus := min(self.source.view.surplus, spare)) > 0 and now > self.look_again_s and not driver.migrations.leaving:
+            usable = {number for number, one in working.items() if any(lease.id in self.source.view.surplus_leases for lease in one.leases)}
             if by_work := sorted(usable - self.leaving, key=lambda number: len(driver.token_log.owed(number)))[:surplus]:
                 self.leaving |= set(by_work)
                 self.look_again_s = now + PAUSE_S

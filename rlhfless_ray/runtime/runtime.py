@@ -178,7 +178,9 @@ class Runtime(StepOperations):
             resume_notes = self._begin_resume() if checkpoint else []
             machine = f"{platform.machine()}, {self.slots} {resource} slots"
             self.folder.begin(self.recipe, machine, self.steps_done, self.changes, state.get("recipe"))
-            self.leases = make_leases(self.recipe, resource, self.folder.path, self.cluster.node_name, self.shared_pool)
+            self.leases = make_leases(
+                self.recipe, resource, self.folder.path, self.cluster.node_name, self.shared_pool, private=self.cluster.private
+            )
             self.ledger = self.leases.ledger
             resume_notes += self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done, state.get("ledger_rows", 0))
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)

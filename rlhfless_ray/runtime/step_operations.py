@@ -228,12 +228,12 @@ class StepOperations(CheckpointedRun):
 
     def _yield_slots(self) -> None:
         """Give up free slots for which another run waited when the step ended."""
-        source, free = self.leases.source, len(self.broker.free)
-        surplus, usable = source.surplus, sum(lease.id in source.surplus_leases for lease in self.broker.free)
-        waits = surplus != 0 or source.others_wait()  # a run of the pool may have its slots by now
-        decision = slots_to_yield(free, 1, waits, surplus, usable)
+        source, view, free = self.leases.source, self.leases.source.view, len(self.broker.free)
+        usable = sum(lease.id in view.surplus_leases for lease in self.broker.free)
+        waits = view.surplus != 0 or source.others_wait()  # a run of the pool may have its slots by now
+        decision = slots_to_yield(free, 1, waits, view.surplus, usable)
         if decision.action == "Release":
-            self.broker.release(keep=decision.actors, sooner=source.surplus_leases)
+            self.broker.release(keep=decision.actors, sooner=view.surplus_leases)
 
     def _write_row(self, step: Step) -> None:
         self.learn_stage.worker_groups.start_snapshots()

@@ -103,7 +103,7 @@ class LeasedRanks:
         """Return why the ranks should start again in another number, which `take` will then ask for, or an empty string."""
         now, ranks = time.monotonic(), len(self.ranks)
         least = max(self.min_ranks, min(self.sharing, ranks))  # parts of a copy shared by fewer may not fit
-        fewer = max(least, even_ranks(ranks - -(-self.pool.surplus // self.slots_per_rank), self.sharing))
+        fewer = max(least, even_ranks(ranks - -(-self.pool.view.surplus // self.slots_per_rank), self.sharing))
         if fewer < ranks:
             self.wanted = fewer
             return f"another run waits for its slots: training goes on with {fewer} of {ranks} ranks"

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +23,10 @@ from rlhfless_ray.functions import cost_record
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.pool_messages import MESSAGES, PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
+from rlhfless_ray.functions.pool_messages import MESSAGES, PoolSlot, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
 from rlhfless_ray.functions.slot_pool import SAVE_S, SlotPool, UnknownRun
+from rlhfless_ray.functions.slot_source import PooledSlots
 from tests.functions.test_pool_state import pool
 
 NODES = {"a": (3, {}), "b": (2, {})}
@@ -264,9 +264,8 @@ TestMessages.settings = settings(max_examples=50, stateful_step_count=40)
 
 def client_of(handle: object) -> PoolClient:
     client = object.__new__(PoolClient)
-    client.slots, client.view, client.info = RunSlots("x"), PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0), RunInfo("x")
-    client.viewed_s = 0.0
-    client.lock, client.closed, client.lost, client.handle = threading.RLock(), threading.Event(), "", handle
+    PooledSlots.__init__(client, "cpu", RunInfo("x"))
+    client.closed, client.lost, client.handle = threading.Event(), "", handle
     return client
 
 
@@ -349,7 +348,7 @@ def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
     killed: list[str] = []
     monkeypatch.setattr("rlhfless_ray.functions.slot_pool._end_processes", killed.append)
     pool = object.__new__(SlotPool)
-    pool.state, pool.orphans, pool.look, pool._look_at_others, pool._settle = PoolState(time.monotonic()), {}, *[lambda: None] * 3
+    pool.state, pool.orphans, pool._look_at_others, pool._settle = PoolState(time.monotonic()), {}, *[lambda: None] * 2
     pool.state.silent_s = 0.8
     pool.state.join(RunInfo("x", job="1"), time.monotonic())
 
@@ -366,58 +365,13 @@ def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
     assert not pool.state.runs and killed == ["1"], "its own silence counts"
 
 
-def test_a_device_whose_name_takes_long_is_not_lost_to_a_request_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray answers no task of a removed group, so groups that were removed before their device was named kept all later ones waiting."""
-    pool = object.__new__(SlotPool)
-    pool.resource, pool.state, pool.idle_s, pool.keeps_warm, pool.counter, pool.began_s = "gpu", PoolState(0.0), 30.0, True, 0, 0.0
-    pool.creating, pool.arriving, pool.withdrawn, pool.tasks, pool.saved = {}, set(), [], set(), pool.state.past
-    pool.saved_s = time.monotonic()
-    pool.state.set_nodes({"a": (1, {})}, 0.0)
-    [run] = joined(pool.state, "x")
-    table, removed = {"state": "CREATED", "bundles_to_node_id": {0: "a"}}, []
-
-    async def give_up_and_ask_again() -> None:
-        pool.changed, pool.naming, answering = asyncio.Event(), defaultdict(asyncio.Lock), asyncio.Event()
-
-        async def name_device(group: str) -> list[int]:
-            await answering.wait()
-            if group in removed:
-                await asyncio.Event().wait()
-            return [7]
-
-        faked = {
-            "request_group": lambda resource, name, node, labels, lifetime: name,
-            "placement_group_table": lambda group: table,
-            "remove_placement_group": removed.append,
-            "PlacementGroupSchedulingStrategy": lambda group, **_: group,
-            "device_ids": SimpleNamespace(
-                options=lambda *, scheduling_strategy, **_: SimpleNamespace(remote=lambda: name_device(scheduling_strategy))
-            ),
-        }
-        for name, value in faked.items():
-            monkeypatch.setattr(f"rlhfless_ray.functions.slot_pool.{name}", value)
-        run.ask([SlotRequest("first", "x", device=7)])
-        await pool.tell(run.statement())
-        await asyncio.sleep(0.01)
-        run.end(["first"])
-        await pool.tell(run.statement())
-        await asyncio.sleep(0.01)
-        answering.set()
-        run.ask([SlotRequest("second", "x", device=7)])
-        reply = await pool.tell(run.statement(), 5.0)
-        assert reply.granted["second"].device == 7 and not removed
-
-    asyncio.run(give_up_and_ask_again())
-
-
 def test_a_pool_stores_what_it_has_counted_before_a_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it died, the hand-overs and free slots since the last run's end were lost."""
     saved: list[int] = []
     monkeypatch.setattr("rlhfless_ray.functions.slot_pool.save_costs", lambda resource, state, *_: saved.append(state.handovers))
     pool = object.__new__(SlotPool)
-    pool.resource, pool.state, pool.idle_s, pool.changed, pool.creating = "cpu", PoolState(0.0), 30.0, asyncio.Event(), {}
-    pool.keeps_warm = True
-    pool.arriving, pool.counted_from_s, pool.saved, pool.saved_s = set(), 0.0, pool.state.past, time.monotonic()
+    pool.resource, pool.state, pool.changed, pool.pool = "cpu", PoolState(0.0), asyncio.Event(), SimpleNamespace(settle=lambda: None)  # type: ignore[assignment]
+    pool.counted_from_s, pool.saved, pool.saved_s = 0.0, pool.state.past, time.monotonic()
     pool.state.handovers = 3
     pool._settle()
     assert not saved
@@ -470,7 +424,7 @@ def test_devices_that_a_run_has_just_released_are_reachable(monkeypatch: pytest.
     leases = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", client, SimpleNamespace(known_going=set))  # type: ignore[arg-type]
     held = leases.take(4, "rollout")
     client.parks({}, frozenset(("a", str(device)) for device in range(4)))
-    client._tell()
+    client.look()
     leases.release(held[1:])
     assert leases.reachable() == {("a", str(device)) for device in range(4)}
 

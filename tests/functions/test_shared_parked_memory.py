@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.lease import Slot
-from rlhfless_ray.functions.pool_messages import RunInfo, RunSlots
+from rlhfless_ray.functions.pool_messages import PoolView, RunInfo, RunSlots
 from rlhfless_ray.functions.pool_state import PoolState
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 from tests.functions.test_pool_state import pool
@@ -32,14 +32,11 @@ class Run:
         self.budget.watch(self)
 
     @property
-    def runs(self) -> int:
-        return len(self.state.runs)
+    def view(self) -> PoolView:
+        return self.state.view(self.name, 0.0)
 
     def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]]) -> None:
         self.slots.parked_mb, self.slots.warm = own_mb, devices
-
-    def others_mb(self, node: str) -> float:
-        return self.state.view(self.name, 0.0).parked_mb.get(node, 0.0)
 
     def end(self, instance: Instance) -> None:
         self.parked.remove(instance)

@@ -84,7 +84,8 @@ def shared(monkeypatch) -> SharedSlots:
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
     monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
     wanted = ("lease-0", "lease-1", "lease-2")
-    source = SimpleNamespace(surplus=0, surplus_leases=wanted, warm_free=(), arrival=lambda request: request.id, ready=ready)
+    view = SimpleNamespace(surplus=0, surplus_leases=wanted, warm_free=())
+    source = SimpleNamespace(view=view, arrival=lambda request: request.id, ready=ready)
     return SharedSlots(Leases(), source, max_engines=3, start_s=0.1, renew=lambda *rest: 3)  # type: ignore[arg-type]
 
 
@@ -108,7 +109,7 @@ def test_no_slot_is_requested_if_too_little_work_is_left(shared):
     driver.warm.add("a")
     shared.poll(driver)
     assert shared.refs() == [], "another run holds the device of the parked engine"
-    shared.source.warm_free = ("a", "b")
+    shared.source.view.warm_free = ("a", "b")
     shared.poll(driver)
     assert len(shared.refs()) == 1
     driver.stopping = True
@@ -127,7 +128,7 @@ def test_the_bid_is_renewed_every_second(shared, monkeypatch):
     renewed: list[tuple[Any, ...]] = []
     monkeypatch.setattr(shared, "renew", lambda *rest: renewed.append(rest) or 2)
     driver = Driver([4, 4, 4])
-    driver.warm, shared.source.warm_free = {"a", "b"}, ("b",)
+    driver.warm, shared.source.view.warm_free = {"a", "b"}, ("b",)
     shared.poll(driver)
     assert not renewed
     shared.renew_at_s -= module.RENEW_S
@@ -138,22 +139,22 @@ def test_the_bid_is_renewed_every_second(shared, monkeypatch):
 
 def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_stays(shared):
     driver = Driver([4, 1, 3])
-    shared.source.surplus = 1
+    shared.source.view.surplus = 1
     shared.poll(driver)
     assert driver.evacuated == [([1], [0, 2], GIVEN.reason)] and shared.refs() == []
     driver.pool.working.remove(1)
-    shared.source.surplus = 0
+    shared.source.view.surplus = 0
     shared.poll(driver)
     assert not shared.leaving and len(driver.evacuated) == 1
     assert driver.result.metrics({"shared/slots_given": 2})["shared/slots_given"] == 3
-    shared.look_again_s, shared.source.surplus = 0.0, 5
+    shared.look_again_s, shared.source.view.surplus = 0.0, 5
     shared.poll(driver)
     assert driver.evacuated[-1][:2] == ([2], [0])
 
 
 def test_an_engine_leaves_where_the_other_run_can_use_its_slot(shared):
     driver = Driver([4, 1, 3])
-    shared.source.surplus, shared.source.surplus_leases = 1, ("lease-2",)
+    shared.source.view.surplus, shared.source.view.surplus_leases = 1, ("lease-2",)
     shared.poll(driver)
     assert driver.evacuated == [([2], [0, 1], GIVEN.reason)]
     driver.pool.working.pop()
