@@ -31,7 +31,7 @@ RESERVED_S = 2.0  # longest wait until no node reserves a slot for a group that 
 RETRY_MS, RETRY_GROWTH, MAX_RETRY_MS = 100, 1.5, 1000  # Ray's delays between its attempts to create a group
 POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
 LOOKS_PER_S = 200  # largest total number of such looks per second, because the pool answers no run during a look
-DIVIDE_S = 1.0  # a group of several slots that Ray has not granted for this long is asked for again, as the nodes are free by then
+PLAN_S = 0.25  # a group of several slots that Ray has not granted for this long is planned again
 POOL_PREFIX = "rlhfless-pool-"  # prefix of the names of the shared pool's placement groups
 Place = tuple[str, tuple[tuple[str, str], ...]]  # node (any if empty; a condition of Ray's on its id is allowed) and labels
 
@@ -102,7 +102,7 @@ class NodeGroups:
         taken = {slot.device for slot in state.slots.values() if slot.node == group.node}
         if self.resource == "cpu":
             first = self.first_number(group.node)
-            devices: list[int | str] = [next(n for n in itertools.count(first) if n not in taken)]
+            devices: list[int | str] = list(itertools.islice((n for n in itertools.count(first) if n not in taken), group.count))
         elif group.naming is None:
             if not any(other.naming is not None and other.node == group.node for other in self.asked):
                 group.naming, group.naming_s = name_devices(group.ref, group.count), now_s
@@ -120,20 +120,31 @@ class NodeGroups:
             state.put(PoolSlot(f"{group.name}.{number}", group.node, device, group.ref, granted_s=group.absent_s), now_s)
 
     def ask(self, state: PoolState, now_s: float) -> None:
-        """Ask Ray for the slots that requests lack, and withdraw groups that are not needed any more."""
+        """Ask Ray for the slots that requests lack, and withdraw groups that are not needed any more.
+
+        A group of several slots that Ray has not granted for PLAN_S is planned again: its node may be full, or others free by now.
+        """
         lacking = [request for request in state.requests.values() if not state.has_device(request)]
-        known = [group for group in self.asked if group.node or group.count == 1 or now_s - group.asked_s < DIVIDE_S]
-        covered: dict[NodeGroup, list[SlotRequest]] = {group: [] for group in known}
-        for covers in (_is_asked_for, _is_granted_for):
-            lacking = [request for request in lacking if not _cover(covered, request, state, covers)]
-        for group in known:
-            if not group.node and len(covered[group]) < group.count:
-                lacking += covered[group]
-                self._withdraw(group, now_s)
-        wanted = list(self._plan(lacking, state)) if lacking else []
-        for group in [group for group in self.asked if group not in covered]:
+        known = [group for group in self.asked if group.node or group.count == 1 or now_s - group.asked_s < PLAN_S]
+        idle, left = Counter(slot.node for slot in state.free), {group: group.count for group in known}
+        covered: dict[str, NodeGroup] = {}  # by request id
+        for covers in (_is_asked_for, _is_at):
+            for request in [one for one in lacking if one.id not in covered]:
+                for group in left:
+                    node = group.node or group.place[0]
+                    missing = request.width - min(idle[node], request.width - 1)
+                    if left[group] >= missing and covers(group, request, state):
+                        idle[node] -= request.width - missing
+                        left[group] -= missing
+                        covered[request.id] = group
+                        break
+        for group in [group for group in known if left[group] and not group.node]:
+            self._withdraw(group, now_s)
+        wanted = self._plan([one for one in lacking if covered.get(one.id) not in self.asked], state, idle)
+        for group in [group for group in self.asked if group not in left]:
             if (group.place, group.count) in wanted:
                 wanted.remove((group.place, group.count))  # it is still the best
+                group.asked_s = now_s
             else:
                 self._withdraw(group, now_s)
         for place, count in wanted:
@@ -142,23 +153,29 @@ class NodeGroups:
             absent_s, ref = time.time(), request_group(self.resource, count, name, place, "detached" if self.is_shared else None)
             self.asked.append(NodeGroup(name, ref, place, count, now_s, absent_s))
 
-    def _plan(self, lacking: Iterable[SlotRequest], state: PoolState) -> Iterable[tuple[Place, int]]:
+    def _plan(self, lacking: list[SlotRequest], state: PoolState, idle: Counter[str]) -> list[tuple[Place, int]]:
         """Return the places and sizes of groups for these requests.
 
-        Several slots of a node are asked for only if Ray says that they are free. What is free nowhere waits in Ray's queue.
+        Several slots of a node are asked for only if Ray says that they are free. What is free nowhere waits in Ray's queue. `idle`: slots
+        of the pool by node, which several slots of a request may include.
         """
-        free = free_slots(self.resource) if self.is_bundled else {}
-        most = max((count for count, _ in state.nodes.values()), default=1) if self.is_bundled else 1
-        counts: Counter[Place] = Counter()
+        plans_nodes = bool(lacking) and (self.is_bundled or any(request.width > 1 for request in lacking))
+        free = Counter(free_slots(self.resource) if plans_nodes else {})
+        together, apart = Counter[Place](), list[tuple[Place, int]]()
         for request in lacking:
-            nodes = [node for node in free if free[node] > 0 and state.may_use(request, node)]
-            best = max(nodes, key=lambda node: (counts[node, ()] > 0, free[node]), default="")
-            if best:
-                free[best] -= 1
-            counts[(best, ()) if best else _place_of(request, state)] += 1
-        for place, count in counts.items():
-            for begun in range(0, count, most):
-                yield place, min(most, count - begun)
+            place, missing = _place_of(request, state), request.width
+            nodes = [node for node in state.nodes if state.may_use(request, node) and free[node] + idle[node] >= missing and free[node] > 0]
+            if nodes and (self.is_bundled or missing > 1):
+                node = max(nodes, key=lambda node: (min(idle[node], missing - 1), together[node, ()] > 0, free[node]))
+                place, missing = (node, ()), missing - min(idle[node], missing - 1)
+                idle[node] -= request.width - missing
+                free[node] -= missing
+            if (self.is_bundled and request.width == 1) or (self.is_bundled and nodes):
+                together[place] += missing
+            else:
+                apart.append((place, missing))
+        most = max((count for count, _ in state.nodes.values()), default=1)
+        return apart + [(place, min(most, count - begun)) for place, count in together.items() for begun in range(0, count, most)]
 
     def _withdraw(self, group: NodeGroup, now_s: float) -> None:
         self.asked.remove(group)
@@ -190,22 +207,9 @@ def _is_asked_for(group: NodeGroup, request: SlotRequest, state: PoolState) -> b
     return group.place == _place_of(request, state)
 
 
-def _is_granted_for(group: NodeGroup, request: SlotRequest, state: PoolState) -> bool:
+def _is_at(group: NodeGroup, request: SlotRequest, state: PoolState) -> bool:
     node = group.node or group.place[0]
     return node in state.nodes and state.may_use(request, node)
-
-
-def _cover(
-    covered: Mapping[NodeGroup, list[SlotRequest]],
-    request: SlotRequest,
-    state: PoolState,
-    covers: Callable[[NodeGroup, SlotRequest, PoolState], bool],
-) -> bool:
-    """Assign a request to a group that has a slot left for it. Returns whether there is one."""
-    group = next((one for one, requests in covered.items() if len(requests) < one.count and covers(one, request, state)), None)
-    if group is not None:
-        covered[group].append(request)
-    return group is not None
 
 
 def request_group(resource: str, count: int, name: str, place: Place, lifetime: str | None = None) -> PlacementGroup:

@@ -18,9 +18,9 @@ from placement.market import Bid, Clearing
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, UserError, one_line_with_type
 from rlhfless_ray.functions.node_groups import POOL_PREFIX, others_wait
-from rlhfless_ray.functions.pool_messages import MESSAGES, OTHER_VERSION, SILENT_S, RunInfo
+from rlhfless_ray.functions.pool_messages import MESSAGES, OTHER_VERSION, SILENT_S, RunInfo, SlotRequest
 from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, UnknownRun
-from rlhfless_ray.functions.slot_source import LeaseRequest, PooledSlots
+from rlhfless_ray.functions.slot_source import PooledSlots
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig
 
 BEAT_S = 1.0  # interval of heartbeats
@@ -47,7 +47,7 @@ class PoolClient(PooledSlots):
         self.thread = threading.Thread(target=self._beat, name="slot pool heartbeat", daemon=True)
         self.thread.start()
 
-    def arrival(self, request: LeaseRequest) -> Any:
+    def arrival(self, request: SlotRequest) -> Any:
         """Return a reference that resolves when the request is granted, or at the latest after STANDING_S. Then `wait` tells."""
         return self.handle.arrival.remote(request.id, STANDING_S)
 

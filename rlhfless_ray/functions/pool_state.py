@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots, exact_slots
@@ -13,7 +13,7 @@ from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, R
 # A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update.
 # Ray takes up to 0.8 s to grant a slot again, and 10 ms or more to name its device.
 IDLE_S = 30.0
-SOUGHT_S = 1.0  # the least such time on a node of which a run wants one device, for which Ray grants any: until the right one has come
+SOUGHT_S = 1.0  # the least such time on a node of which a run wants one device, or several at once: until Ray has granted the others
 WARM_IDLE_S = 300.0  # the same for a device to which parked processes are bound: on another one a process has to start
 RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
 HEARD_S = 5.0  # a run with a message in this time is alive: it sends one every second
@@ -30,7 +30,7 @@ class PoolRun:
     joined_s: float
     number: int = 0  # number of its newest statement
     has_bid: bool = False  # False while its processes start; it can give nothing back until then
-    holds: frozenset[str] = frozenset()  # ids of the requests whose slots it has confirmed
+    holds: frozenset[str] = frozenset()  # ids of the leases that it has confirmed
     avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
     warm: frozenset[tuple[str, str]] = frozenset()  # nodes and devices to which parked processes are bound
@@ -63,6 +63,7 @@ class PoolState:
     def __init__(self, now_s: float) -> None:
         self.runs: dict[str, PoolRun] = {}
         self.slots: dict[str, PoolSlot] = {}
+        self.leased: dict[str, PoolSlot] = {}  # those that runs hold, by lease id
         self.requests: dict[str, SlotRequest] = {}  # oldest first
         self.nodes: dict[str, tuple[int, Mapping[str, str]]] = {}  # id → slots and labels
         self.credits = Credits()
@@ -117,7 +118,7 @@ class PoolState:
                 gone.append(slot.id)
             else:
                 known.last = info.run  # not a hand-over
-                self._give(known, SlotRequest(slot.request, info.run), now_s)
+                self._give(known, info.run, slot.request, now_s)
         self._cleared = None
         return gone
 
@@ -130,7 +131,7 @@ class PoolState:
         self.requests = {id: request for id, request in self.requests.items() if request.run != run}
         for slot in self.slots.values():
             if slot.holder == run:
-                _free(slot, now_s)
+                self._free(slot, now_s)
         self.past = [*self.past, PastRun(known.info, known.joined_s, now_s, known.slot_s, known.today_slot_s)][-MAX_PAST:]
         balance = {name: amount for name, amount in self.credits.balance.items() if name != run}
         self.credits, self._cleared = Credits(balance), None
@@ -146,7 +147,8 @@ class PoolState:
         run.gives_at_s = None if statement.gives_s is None else now_s + statement.gives_s
         known = [request.id for request in self.requests.values() if request.run == statement.run]
         known += [slot.request for slot in self.slots.values() if slot.holder == statement.run]
-        self.release(set(known) - run.holds - {request.id for request in statement.wants}, now_s, statement.paid_s)
+        wanted = {id for request in statement.wants for id in (request.id, *request.ids)}
+        self.release(set(known) - run.holds - wanted, now_s, statement.paid_s)
         for request in statement.wants:
             self.ask(request, now_s)
         if statement.bid is not None:
@@ -188,23 +190,19 @@ class PoolState:
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
-    def granted(self, id: str) -> PoolSlot | None:
-        """Return the slot that was granted for a request, if a run still holds it."""
-        return next((slot for slot in self.slots.values() if slot.request == id and slot.holder), None)
-
     def ask(self, request: SlotRequest, now_s: float) -> None:
         """Add a request, unless it is known or granted already: a call may be repeated."""
-        if self.granted(request.id) is not None:
+        if request.ids[0] in self.leased:
             return
         run = self.runs[request.run]
         self.requests.setdefault(request.id, request)
         if request.device is not None:
-            run.homes.add(_place(request))
+            run.homes.add((request.node, str(request.device)))
         if self._lacks(run, self.held(request.run)) and run.waits_since_s is None:
             run.waits_since_s, self._cleared = now_s, None
 
     def release(self, ids: Iterable[str], now_s: float, paid_s: Mapping[str, float] | None = None) -> None:
-        """End requests, and free the slots granted for them. The call may be repeated, because each grant has a new id.
+        """Withdraw requests, and end leases. The call may be repeated, because each request has a new id.
 
         `paid_s`: see `Statement`.
         """
@@ -212,9 +210,9 @@ class PoolState:
         for id in ids:
             if (request := self.requests.pop(id, None)) is not None:
                 self.runs[request.run].withdrew_s, self.runs[request.run].withdrew = now_s, request
-            elif (slot := self.granted(id)) is not None:
+            elif (slot := self.leased.get(id)) is not None:
                 self._bill_as_its_ledger(slot, now_s, (paid_s or {}).get(id, math.inf))
-                _free(slot, now_s)
+                self._free(slot, now_s)
                 self._cleared = None
 
     def put(self, slot: PoolSlot, now_s: float) -> None:
@@ -231,7 +229,7 @@ class PoolState:
             if run.waits_since_s is not None and not (name in wanting and self._lacks(run, held[name])):
                 run.waits_since_s = self._cleared = None
         granted: list[PoolSlot] = []
-        free = [slot for slot in self.slots.values() if not slot.holder]
+        free = self.free
         if not free or not self.requests:
             return granted
         targets = self.clearing().slots
@@ -241,22 +239,29 @@ class PoolState:
             return held[run] < targets[run]
 
         while free:
-            pausing = sum(max(0, targets[name] - held[name]) for name in pauses)
-            slot = None
+            pausing, found = sum(max(0, targets[name] - held[name]) for name in pauses), list[PoolSlot]()
             for request in sorted(self.requests.values(), key=lambda request: not below(request.run)):
-                if not below(request.run) and len(free) <= pausing:
-                    continue
-                fitting = [slot for slot in free if self._fits(request, slot)]
-                slot = min(fitting, key=lambda slot: self._preference(slot, request.run), default=None)
-                if slot is not None:
+                if (below(request.run) or len(free) - request.width >= pausing) and (found := self._choose(request, free)):
                     break
-            if slot is None:
+            if not found:
                 break
-            self._give(slot, self.requests.pop(request.id), now_s)
-            held[request.run] += 1
-            free.remove(slot)
-            granted.append(slot)
+            del self.requests[request.id]
+            for slot, id in zip(found, request.ids, strict=True):
+                self._give(slot, request.run, id, now_s)
+                free.remove(slot)
+            held[request.run] += request.width
+            granted += found
         return granted
+
+    def _choose(self, request: SlotRequest, free: Iterable[PoolSlot]) -> list[PoolSlot]:
+        """Return those of the free slots that a request gets: the best ones of one node, or none."""
+        by_node: dict[str, list[tuple[tuple[bool | int, ...], int, PoolSlot]]] = {}
+        used = {slot.group for slot in self.leased.values()}
+        for number, slot in enumerate(free):
+            if self._fits(request, slot):
+                by_node.setdefault(slot.node, []).append((self._preference(slot, request.run, used), number, slot))
+        enough = [sorted(slots)[: request.width] for slots in by_node.values() if len(slots) >= request.width]
+        return [slot for *_, slot in min(enough, default=[])]
 
     def idle(self, now_s: float, idle_s: float = IDLE_S, *, keeps_warm: bool = True) -> list[PoolSlot]:
         """Return the slots that `match` has left and that should go back to Ray: unused for `idle_s`, or on nodes that a run avoids.
@@ -265,15 +270,16 @@ class PoolState:
         """
         avoided = {node for run in self.runs.values() for node in run.avoids}
         warm = {place for run in self.runs.values() for place in run.warm} if keeps_warm else set()
-        sought = {request.node for request in self.requests.values() if request.device is not None}
-        free = [slot for slot in self.slots.values() if not slot.holder]
-        limits_s = [WARM_IDLE_S if _place(slot) in warm else max(idle_s, SOUGHT_S) if slot.node in sought else idle_s for slot in free]
+        free, particular = self.free, [one for one in self.requests.values() if one.device is not None or one.width > 1]
+        sought = {node for node in {slot.node for slot in free} if any(self.may_use(request, node) for request in particular)}
+        limits_s = [WARM_IDLE_S if slot.place in warm else max(idle_s, SOUGHT_S) if slot.node in sought else idle_s for slot in free]
         return [one for one, limit_s in zip(free, limits_s, strict=True) if now_s - one.since_s > limit_s or one.node in avoided]
 
     def drop(self, id: str, now_s: float) -> None:
         """Forget a slot that went back to Ray, or whose node is gone."""
         self._account(now_s)
-        if self.slots.pop(id, None) is not None:
+        if (slot := self.slots.pop(id, None)) is not None:
+            self.leased.pop(slot.request, None)
             self._cleared = None
 
     def set_nodes(self, nodes: dict[str, tuple[int, Mapping[str, str]]], now_s: float) -> list[PoolSlot]:
@@ -293,11 +299,15 @@ class PoolState:
         """Number of slots of the cluster."""
         return max(sum(count for count, _ in self.nodes.values()), len(self.slots))
 
+    @property
+    def free(self) -> list[PoolSlot]:
+        return [slot for slot in self.slots.values() if not slot.holder]
+
     def held(self, run: str) -> int:
-        return sum(slot.holder == run for slot in self.slots.values())
+        return sum(slot.holder == run for slot in self.leased.values())
 
     def _held(self) -> Counter[str]:
-        return Counter([slot.holder for slot in self.slots.values() if slot.holder])
+        return Counter(slot.holder for slot in self.leased.values())
 
     def clearing(self) -> Clearing:
         """Return the targets of all runs.
@@ -388,15 +398,15 @@ class PoolState:
 
     def _warm_free(self, run: str) -> tuple[tuple[str, str], ...]:
         """Return the devices of a run's parked processes that no run holds, also those that went back to Ray."""
-        held = {_place(slot) for slot in self.slots.values() if slot.holder}
+        held = {slot.place for slot in self.slots.values() if slot.holder}
         return tuple(sorted(place for place in self.runs[run].warm - held if place[0] in self.nodes))
 
     def _lent(self, run: str) -> tuple[tuple[str, str], ...]:
         """Return the devices of a run's parked processes that other runs hold beyond their shares. These are asked for them first."""
         warm, by_holder = self.runs[run].warm, dict[str, list[tuple[str, str]]]()
         for slot in self.slots.values():
-            if slot.holder not in ("", run) and _place(slot) in warm:
-                by_holder.setdefault(slot.holder, []).append(_place(slot))
+            if slot.holder not in ("", run) and slot.place in warm:
+                by_holder.setdefault(slot.holder, []).append(slot.place)
         if not by_holder:
             return ()
         held = self._held()
@@ -415,23 +425,31 @@ class PoolState:
         homes, held, count = self.runs[run].homes, [slot for slot in self.slots.values() if slot.holder == run], 0
         needed, usable, named = set[str](), set[str](), set[str]()
         for name, missing in waiting.items():
-            asked = {(one.node, one.device, *one.labels.items()): one for one in self._asked(name)}.values()
-            fitting = [slot for slot in held if any(self._fits(one, slot) for one in asked)]
+            asked = {(one.node, one.device, one.width, *one.labels.items()): one for one in self._asked(name)}.values()
+            nodes = [(one, self._nodes_for(one, held)) for one in asked]
+            fitting = [slot for slot in held if any(slot.node in where and self._fits(one, slot) for one, where in nodes)]
             count += min(missing, len(fitting))
             usable |= {slot.request for slot in fitting}
-            fitting.sort(key=lambda slot: _place(slot) in homes)
-            warm = [slot.request for slot in fitting if _place(slot) in self.runs[name].warm and slot.request not in named]
+            fitting.sort(key=lambda slot: slot.place in homes)
+            warm = [slot.request for slot in fitting if slot.place in self.runs[name].warm and slot.request not in named]
             if len(warm) < missing:
                 named |= {slot.request for slot in fitting}
             else:
                 named |= set(warm if len(waiting) == 1 else warm[:missing])
             bound = [one for one in asked if one.device is not None]
-            foreign = [slot for slot in fitting if _place(slot) not in homes]
+            foreign = [slot for slot in fitting if slot.place not in homes]
             needed |= {slot.request for slot in foreign if any(self._fits(one, slot) for one in bound)}
         surplus = max(0, min(above, count))
         if len(needed) > surplus:
             return len(needed), tuple(sorted(needed))
         return surplus, tuple(sorted(named if len(named) >= surplus else usable)) if surplus else ()
+
+    def _nodes_for(self, request: SlotRequest, held: Iterable[PoolSlot]) -> set[str]:
+        """Return the nodes of slots that may serve a request: one node if it is for several slots, where the fewest are missing."""
+        free = Counter(slot.node for slot in self.free if self._fits(request, slot))
+        there = Counter(slot.node for slot in held if self._fits(request, slot))
+        nodes = [node for node in there if there[node] + free[node] >= request.width]
+        return set(nodes) if request.width == 1 else set(sorted(nodes, key=lambda node: (-free[node], node))[:1])
 
     def _asked(self, run: str) -> list[SlotRequest]:
         """Return the requests of a run, or the one that it withdrew last."""
@@ -450,29 +468,29 @@ class PoolState:
     def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
         return request.device in (None, slot.device) and self.may_use(request, slot.node)
 
-    def _preference(self, slot: PoolSlot, run: str) -> tuple[bool, bool, int, bool]:
-        """Return how a run ranks a slot, the best first.
+    def _preference(self, slot: PoolSlot, run: str, used: Collection[Hashable]) -> tuple[bool | int, ...]:
+        """Return how a run ranks a slot, the best first. `used`: groups of which a run holds slots.
 
         It leaves other runs the devices of their learners, and prefers those to which parked processes of its own are bound: on any other
-        one a process has to start. Then it prefers devices without other runs' processes, then those that it held last.
+        one a process has to start. Then it prefers devices without other runs' processes, then those of used groups, because Ray gets
+        only unused ones back, then those that it held last.
         """
-        place = _place(slot)
+        place = slot.place
         others = sum(place in other.warm for name, other in self.runs.items() if name != run)
-        return self._is_home(slot, run), place not in self.runs[run].warm, others, slot.last != run
+        return self._is_home(slot, run), place not in self.runs[run].warm, others, slot.group not in used, slot.last != run
 
     def _is_home(self, slot: PoolSlot, run: str) -> bool:
         """Return whether processes of another run return to this device."""
-        return any(_place(slot) in other.homes for name, other in self.runs.items() if name != run)
+        return any(slot.place in other.homes for name, other in self.runs.items() if name != run)
 
     def has_device(self, request: SlotRequest) -> bool:
         """Return whether the device that a request names is in the pool already, so that Ray need not be asked for it."""
         home = request.node, request.device
         return request.device is not None and any((slot.node, slot.device) == home for slot in self.slots.values())
 
-    def _give(self, slot: PoolSlot, request: SlotRequest, now_s: float) -> None:
-        run = request.run
+    def _give(self, slot: PoolSlot, run: str, lease: str, now_s: float) -> None:
         self.handovers += slot.last not in ("", run)
-        slot.holder, slot.request, slot.since_s = run, request.id, now_s
+        slot.holder, slot.request, slot.since_s, self.leased[lease] = run, lease, now_s, slot
         known = self.runs[run]
         known.withdrew_s = -float("inf")
         held = self.held(run)
@@ -481,6 +499,10 @@ class PoolState:
         if not self._lacks(known, held):
             known.waits_since_s = None
         self._cleared = None
+
+    def _free(self, slot: PoolSlot, now_s: float) -> None:
+        del self.leased[slot.request]
+        slot.holder, slot.request, slot.since_s, slot.last = "", "", now_s, slot.holder
 
     def _bill_as_its_ledger(self, slot: PoolSlot, now_s: float, paid_s: float) -> None:
         """Deduct the time between a slot's end in the run's ledger and the pool's notice of it."""
@@ -508,11 +530,3 @@ class PoolState:
                 run.borrowed_slot_s += max(0.0, -changed)
                 if self.credits.turns(name) != before.turns(name):
                     self._cleared = None
-
-
-def _place(slot: PoolSlot | SlotRequest) -> tuple[str, str]:
-    return slot.node, str(slot.device)
-
-
-def _free(slot: PoolSlot, now_s: float) -> None:
-    slot.holder, slot.request, slot.since_s, slot.last = "", "", now_s, slot.holder

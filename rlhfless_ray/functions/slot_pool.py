@@ -94,7 +94,7 @@ class SlotPool:
         if refused := self.state.refusal(info, now, _is_alive, is_new=before is None):
             return refused, []
         there = [slot for slot in held if placement_group_table(slot.group)["state"] == "CREATED"]
-        self.orphans |= {slot.group: True for slot in there if slot.group in self.orphans}
+        self.orphans |= dict.fromkeys(self.orphans.keys() & {slot.group for slot in there}, True)
         if before is not None and now - self.started_s < unheard_s:  # no pool counted what the run held since then
             more = unheard_s * len(there)
             before = replace(before, slot_s=before.slot_s + more, today_slot_s=before.today_slot_s + more)

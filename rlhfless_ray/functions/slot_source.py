@@ -9,36 +9,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Protocol
 
 from rlhfless_ray.common.deadlines import STOP
-from rlhfless_ray.functions.pool_messages import PoolView, Reply, RunInfo, RunSlots, SlotRequest
+from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest
 
 WAIT_S = 0.2  # longest wait within the pool for one slot, between two checks for a stop signal
-
-
-@dataclass(eq=False)
-class LeaseRequest:
-    """A slot that was requested and may not be granted yet, on a node (any if empty) that has these labels.
-
-    `device`: the only one that is of use, on GPU.
-    """
-
-    id: str
-    from_s: float  # wall-clock time before which it was not granted
-    node: str = ""
-    labels: dict[str, str] = field(default_factory=dict)
-    device: int | str | None = None
-
-
-@dataclass(frozen=True)
-class Grant:
-    """A granted slot. `id`: of its request, and so of the lease."""
-
-    id: str
-    node: str
-    device: int | str
 
 
 class SlotSource(Protocol):
@@ -49,16 +26,19 @@ class SlotSource(Protocol):
 
     view: PoolView
 
-    def ask(self, requests: list[LeaseRequest], /) -> None:
-        """Request slots without waiting. On GPU a request that names a device gets no other."""
+    def ask(self, requests: Iterable[SlotRequest], /, *, returns: Iterable[str] = ()) -> None:
+        """Request slots without waiting. On GPU a request that names a device gets no other.
+
+        `returns`: leases that the run returns for them, which may be completed to what it asks for.
+        """
         ...
 
-    def wait(self, request: LeaseRequest, until_s: float, /) -> Grant | None:
-        """Return the granted slot, or None at the time `until_s` (monotonic)."""
+    def wait(self, request: SlotRequest, until_s: float, /) -> list[PoolSlot]:
+        """Return the granted slots, or none of them at the time `until_s` (monotonic)."""
         ...
 
     def release(self, ids: Iterable[str], /, *, avoids: bool = False) -> None:
-        """Return slots, and withdraw requests. One that `wait` has not returned costs nothing.
+        """Return slots by the ids of their leases, and withdraw requests. Slots that `wait` has not returned cost nothing.
 
         `avoids`: their nodes are lost or drained, so the run wants no other slot there.
         """
@@ -90,7 +70,8 @@ class PooledSlots(ABC):
         self.resource, self.info, self.slots = resource, info, RunSlots(info.run)
         self.view, self.viewed_s = PoolView(), time.monotonic()
         self.lock = threading.RLock()
-        self.used: set[str] = set()  # requests whose slots `wait` has returned
+        self.used: set[str] = set()  # leases that `wait` has returned
+        self.absent_s: dict[str, float] = {}  # wall-clock time before which a request was not granted, whatever the pool's clock says
 
     @abstractmethod
     def _exchange(self, seconds: float | None = None) -> None:
@@ -106,37 +87,46 @@ class PooledSlots(ABC):
         """Tell the pool that requests have ended."""
         self._exchange()
 
-    def ask(self, requests: list[LeaseRequest]) -> None:
-        if requests:
+    def ask(self, requests: Iterable[SlotRequest], *, returns: Iterable[str] = ()) -> None:
+        if asked := [replace(request, run=self.info.run) for request in requests]:
             with self.lock:
-                self.slots.ask(SlotRequest(one.id, self.info.run, one.node, one.labels, one.device) for one in requests)
+                self._end(returns)
+                self.slots.ask(asked)
+                self.absent_s |= dict.fromkeys((request.id for request in asked), time.time())
             self._exchange()
 
-    def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
-        while (slot := self.slots.held.get(request.id)) is None:
+    def wait(self, request: SlotRequest, until_s: float) -> list[PoolSlot]:
+        while request.id in self.slots.wants:
             STOP.check()
-            asked_s, seconds = time.time(), until_s - time.monotonic()
+            looked_s, seconds = time.time(), until_s - time.monotonic()
             self._exchange(max(0.0, min(WAIT_S, seconds)))
-            if request.id not in self.slots.held:
-                request.from_s = asked_s  # it is granted later than that, whatever the clock of the pool's node says
+            if request.id in self.slots.wants:
+                self.absent_s[request.id] = looked_s
                 if seconds <= 0:
-                    return None
-        # the pool counts from then, also if its reply came late; nodes' clocks may differ a little
-        slot.granted_s = request.from_s = min(time.time(), max(request.from_s, slot.granted_s))
-        self.used.add(request.id)
-        return Grant(request.id, slot.node, slot.device)
+                    return []
+        granted = [self.slots.held[id] for id in request.ids]
+        absent_s = self.absent_s.pop(request.id, 0.0)
+        for slot in granted:  # the pool counts from then, also if its reply came late; nodes' clocks may differ a little
+            slot.granted_s = min(time.time(), max(absent_s, slot.granted_s))
+        self.used |= set(request.ids)
+        return granted
 
     def release(self, ids: Iterable[str], *, avoids: bool = False) -> None:
-        ended = {id for id in ids if id in self.slots.wants or id in self.slots.held}
-        if not ended:
-            return
         with self.lock:
-            if avoids:
-                self.slots.avoid(ended)
-            self.slots.end(ended - self.used)
-            self.slots.end(ended & self.used, time.time())
-            self.used -= ended
-            self._notify()
+            if self._end(ids, avoids):
+                self._notify()
+
+    def _end(self, ids: Iterable[str], avoids: bool = False) -> bool:
+        """End leases and requests. Returns whether any of them was the run's."""
+        ended = {id for id in ids if id in self.slots.wants or id in self.slots.held}
+        if avoids:
+            self.slots.avoid(ended & set(self.slots.held))
+        self.slots.end(ended - self.used)
+        self.slots.end(ended & self.used, time.time())
+        self.used -= ended
+        for id in ended:
+            self.absent_s.pop(id, None)
+        return bool(ended)
 
     def look(self) -> PoolView:
         self._exchange()

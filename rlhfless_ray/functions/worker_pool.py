@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
 from rlhfless_ray.functions.lease import PREFERRED_S, Labels, Lease, LeaseManager, Slot
-from rlhfless_ray.functions.slot_source import LeaseRequest
+from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
 FAULTS = 3  # failure budget of a pool outside of a run
@@ -76,7 +76,7 @@ class WorkerPool:
         self.width = width
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
-        self.expected: list[LeaseRequest] = []  # requests for the next resize
+        self.expected: list[SlotRequest] = []  # requests for the next resize
         self.replacements = 0  # number of lost instances whose work continues elsewhere
         self.gaps_s: deque[float] = deque(maxlen=64)  # seconds for which instances were parked before they were needed again
         self.cold_starts = 0
@@ -96,9 +96,7 @@ class WorkerPool:
 
         Leases that are held now are assumed to be handed over by then.
         """
-        missing = count * self.width - sum(self.may_use(lease) for lease in self.leases.held.values())
-        nodes = [instance.slot.node for instance in self.parked for _ in range(self.width)]
-        self.expected = self.leases.ask_preferred(missing, nodes, self.labels)
+        self.expected = self._ask_for_parked(count - len(self._shares(self.leases.held.values())))
 
     def resize(
         self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0, begin: Callable[[Instance], None] = lambda _: None
@@ -117,22 +115,15 @@ class WorkerPool:
             spare, expected = self._lease_together(need, spare, expected), []
         spare = self.begin(count, spare, begin)
         missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
-        if self.width > 1:
-            spare = self.begin(count, [*spare, *self.leases.collect(expected, self.kind, PREFERRED_S if missing else 0.0)], begin)
-            while len(self.working) < count:
-                share, spare = self._lease_wide(spare, len(self.working) < need, wait_s)
-                if not share:
-                    break
-                begin(self.assign_leases(share))
-            return spare
+        asked, incomplete = expected or self._ask_for_parked(missing), [lease for lease in spare if self.may_use(lease)]
 
-        def start(lease: Lease) -> None:
-            begin(self.assign_leases([lease]))
+        def start(leases: list[Lease]) -> None:
+            begin(self.assign_leases(leases))
 
-        self.leases.take(missing, self.kind, expected or self._ask_for_parked(missing), urgent, wait_s, self.find_labels, start)
-        return spare
+        self.leases.take(missing, self.kind, asked, urgent, wait_s, self.find_labels, start, self.width, incomplete)
+        return [lease for lease in spare if lease.id in self.leases.held]
 
-    def _lease_together(self, need: int, spare: list[Lease], expected: list[LeaseRequest]) -> list[Lease]:
+    def _lease_together(self, need: int, spare: list[Lease], expected: list[SlotRequest]) -> list[Lease]:
         """Return `spare` with the leases that `need` instances lack, which are needed at once. Raises RunError past the lease deadline.
 
         After ATTEMPT_S everything is released, also what instances hold that work already, see `LeaseManager.try_again`. `expected`:
@@ -158,7 +149,7 @@ class WorkerPool:
             spare = [other for other in spare if other not in share]
         return spare
 
-    def _shares(self, leases: list[Lease]) -> list[list[Lease]]:
+    def _shares(self, leases: Iterable[Lease]) -> list[list[Lease]]:
         """Divide leases into those of whole instances, for as many instances as they are enough for."""
         usable = [lease for lease in leases if self.may_use(lease)]
         if self.width > 1:  # the same devices form the same instances, in whatever order they come back
@@ -181,18 +172,12 @@ class WorkerPool:
 
         Raises RunError past the lease deadline if they are needed.
         """
-        if self.width > 1:
-            return self._lease_wide([], need, wait_s)[0]
         asked = self._ask_for_parked(1) if need else None
-        return self.leases.take(1, self.kind, asked, int(need), wait_s, self.find_labels)
+        return self.leases.take(1, self.kind, asked, int(need), wait_s, self.find_labels, width=self.width)
 
-    def _ask_for_parked(self, count: int) -> list[LeaseRequest]:
-        """Request up to `count` slots of nodes with parked instances."""
-        return self.leases.ask_preferred(count, [instance.slot.node for instance in self.parked], self.labels)
-
-    def _lease_wide(self, spare: list[Lease], need: bool, wait_s: float) -> tuple[list[Lease], list[Lease]]:
-        prefer = {instance.slot.node for instance in self.parked}
-        return self.leases.take_together(self.width, self.kind, spare, prefer, self.find_labels, need, wait_s)
+    def _ask_for_parked(self, count: int) -> list[SlotRequest]:
+        """Request the leases of up to `count` instances on nodes with parked ones."""
+        return self.leases.ask_preferred(count, [instance.slot.node for instance in self.parked], self.labels, self.width)
 
     def assign_leases(self, leases: list[Lease]) -> Instance:
         """Assign leases of one node to a fitting parked instance (warm start), or to a new one."""

@@ -14,7 +14,7 @@ from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.slot_source import LeaseRequest
+from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.engine_calls import EngineCalls
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
@@ -69,7 +69,7 @@ class SharedSlots:
         """
         self.leases, self.source, self.max_engines, self.start_s, self.renew = leases, source, max_engines, start_s, renew
         self.renew_at_s = time.monotonic() + RENEW_S
-        self.request: LeaseRequest | None = None
+        self.request: SlotRequest | None = None
         self.answer: Any = None  # resolves when the request is granted
         self.leaving: set[int] = set()  # engines that give up their slots
         self.look_again_s = 0.0

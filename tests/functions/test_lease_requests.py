@@ -16,9 +16,9 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.node_groups import NodeGroups, is_reserving
-from rlhfless_ray.functions.pool_messages import PoolView, RunInfo, RunSlots, SlotRequest
+from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, PooledSlots
+from rlhfless_ray.functions.slot_source import PooledSlots
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from tests.functions.test_pool_messages import joined, say
 from tests.functions.test_pool_state import pool
@@ -67,9 +67,9 @@ def test_a_needed_slot_whose_node_is_lost_as_it_is_granted_is_waited_for(monkeyp
     source: Any = Source(state, slots)
     granted = source.wait
 
-    def lose(request: LeaseRequest, until_s: float) -> Grant | None:
+    def lose(request: SlotRequest, until_s: float) -> list[PoolSlot]:
         waits.append(until_s)
-        return granted(request, until_s) if len(waits) > 2 else None
+        return granted(request, until_s) if len(waits) > 2 else []
 
     source.wait = lose
     leases = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", source)
@@ -87,12 +87,12 @@ def test_a_needed_slot_is_asked_for_elsewhere_once_the_last_node_of_its_label_is
     asked: dict[str, dict[str, str]] = {}
     withdrawn: list[str] = []
 
-    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
-        return Grant(request.id, "home", 0) if asked[request.id] == home else None
+    def wait(request: SlotRequest, until_s: float) -> list[PoolSlot]:
+        return [PoolSlot("s", "home", 0)] if asked[request.id] == home else []
 
     source: Any = SimpleNamespace(wait=wait, may_wait=lambda: False)
-    source.ask = lambda requests: asked.update({one.id: one.labels for one in requests})
-    source.release = withdrawn.extend
+    source.ask = lambda requests, returns: asked.update({one.id: one.labels for one in requests})
+    source.release = lambda ids, **_: withdrawn.extend(ids)
     leases = LeaseManager("cpu", Ledger("cpu"), 5.0, "x", source, SimpleNamespace(slots=lambda labels: {}))  # type: ignore[arg-type]
     looks = iter([spot, spot, spot, home])
     [lease] = leases.take(1, "rollout", labels=lambda: next(looks, home))
@@ -107,10 +107,10 @@ def test_slots_that_come_one_after_the_other_are_waited_for(pause_s, expected):
     source: Any = Source(state, slots)
     granted, next_s = source.wait, [time.monotonic()]
 
-    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
+    def wait(request: SlotRequest, until_s: float) -> list[PoolSlot]:
         time.sleep(max(0.0, min(next_s[0], until_s) - time.monotonic()))
         if time.monotonic() < next_s[0]:
-            return None
+            return []
         next_s[0] = time.monotonic() + pause_s
         return granted(request, until_s)
 
@@ -125,7 +125,7 @@ def test_each_engine_starts_as_soon_as_its_own_slot_is_granted():
     source: Any = Source(state, slots)
     granted, events = source.wait, list[str]()
 
-    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
+    def wait(request: SlotRequest, until_s: float) -> list[PoolSlot]:
         events.append("wait")
         return granted(request, until_s)
 
@@ -213,10 +213,7 @@ def test_a_slot_that_no_node_has_is_not_waited_for_because_other_runs_hold_other
     monkeypatch.setattr(leases, "availability", lambda: "no Ray")
     asked: list[int] = []
     source.may_wait = lambda: not asked.append(1) and len(asked) < 3
-    for take in (
-        lambda: leases.take(1, "rollout", labels=lambda: {"market": "spot"}),
-        lambda: leases.take_together(2, "rollout", [], set(), dict, True, 0.0),
-    ):
+    for take in (lambda: leases.take(1, "rollout", labels=lambda: {"market": "spot"}), lambda: leases.take(1, "rollout", width=2)):
         with pytest.raises(RunError, match="within"):
             take()
     assert not asked

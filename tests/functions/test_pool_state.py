@@ -371,7 +371,7 @@ def test_a_learner_gets_back_the_device_of_its_state_and_no_other_one():
         state.bid(Bid(name, (1, 2), (0.0, 9.0)), 0.0)
     _, second = ask(state, "y", 2, 0.0)
     state.match(0.0)
-    device = state.granted(second).device
+    device = state.leased.get(second).device
     state.ask(SlotRequest("x/1", "x", "a", device=device), 1.0)
     assert not state.match(1.0), "another device is free"
     assert state.has_device(state.requests["x/1"]), "Ray need not be asked for it"
@@ -379,7 +379,7 @@ def test_a_learner_gets_back_the_device_of_its_state_and_no_other_one():
     assert (view.held, view.surplus, view.surplus_leases) == (2, 1, (second,)), "although it has no more than its target"
     state.release([second], 2.0)
     state.ask(SlotRequest("y/3", "y"), 2.0)
-    assert sorted(slot.request for slot in state.match(2.0)) == ["x/1", "y/3"] and state.granted("x/1").device == device
+    assert sorted(slot.request for slot in state.match(2.0)) == ["x/1", "y/3"] and state.leased.get("x/1").device == device
     assert state.view("y", 2.0).surplus == 0
 
 
@@ -484,10 +484,10 @@ def test_two_learners_with_one_device_do_not_ask_each_other_for_it_below_their_t
         state.join(RunInfo(name), 0.0)
         state.ask(SlotRequest(f"{name}/1", name, "a", device=0), 0.0)
         state.match(0.0)
-    assert state.granted("x/1") and state.view("x", 0.0).surplus == 0, "y waits until x has finished"
+    assert state.leased.get("x/1") and state.view("x", 0.0).surplus == 0, "y waits until x has finished"
     state.release(["x/1"], 1.0)
     state.match(1.0)
-    assert state.granted("y/1")
+    assert state.leased.get("y/1")
 
 
 def test_a_run_that_has_withdrawn_keeps_its_turn_only_for_a_moment():

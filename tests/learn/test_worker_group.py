@@ -22,7 +22,7 @@ from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.slot_source import LeaseRequest
+from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery
@@ -140,9 +140,9 @@ def test_what_the_run_holds_without_using_it_is_taken_before_anything_is_asked_f
 def test_what_was_asked_for_ahead_is_not_waited_for():
     """As when it is lost after it has published: engines' next leases were asked for meanwhile, and granted the last slot."""
     cluster = Cluster("cpu", {"here": []})
-    cluster.pending = {"ahead": LeaseRequest("ahead", None, 0.0)}
+    cluster.pending = {"ahead": SlotRequest("ahead")}
 
-    def withdraw(requests: list[LeaseRequest]) -> None:
+    def withdraw(requests: list[SlotRequest]) -> None:
         for request in requests:
             del cluster.pending[request.id]
             cluster.free["here"].append(0)

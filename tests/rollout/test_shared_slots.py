@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlhfless_ray.functions.slot_source import LeaseRequest
+from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.rollout import shared_slots as module
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
@@ -18,18 +18,18 @@ class Leases:
     """What `SharedSlots` needs of a LeaseManager."""
 
     def __init__(self) -> None:
-        self.pending: dict[str, LeaseRequest] = {}
+        self.pending: dict[str, SlotRequest] = {}
         self.granted = self.withdrawn = 0
 
-    def ask(self, count: int, nodes: Any = None, labels: Any = None) -> list[LeaseRequest]:
-        request = LeaseRequest(f"r{len(self.pending)}", 0.0)
+    def ask(self, count: int, nodes: Any = None, labels: Any = None) -> list[SlotRequest]:
+        request = SlotRequest(f"r{len(self.pending)}")
         self.pending[request.id] = request
         return [request]
 
-    def withdraw(self, requests: list[LeaseRequest]) -> None:
+    def withdraw(self, requests: list[SlotRequest]) -> None:
         self.withdrawn += sum(self.pending.pop(one.id, None) is not None for one in requests)
 
-    def collect(self, requests: list[LeaseRequest], kind: str, wait_s: float) -> list[str]:
+    def collect(self, requests: list[SlotRequest], kind: str, wait_s: float) -> list[str]:
         self.pending.pop(requests[0].id)
         self.granted += 1
         return ["lease"]
