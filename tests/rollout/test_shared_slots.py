@@ -19,20 +19,20 @@ class Leases:
 
     def __init__(self) -> None:
         self.pending: dict[str, SlotRequest] = {}
-        self.granted = self.withdrawn = 0
+        self.granted = self.withdrawn = self.asked = 0
 
-    def ask(self, count: int, nodes: Any = None, labels: Any = None) -> list[SlotRequest]:
-        request = SlotRequest(f"r{len(self.pending)}")
-        self.pending[request.id] = request
-        return [request]
+    def ask(self, count: int, nodes: Any = None, labels: Any = None, width: int = 1) -> list[SlotRequest]:
+        requests = [SlotRequest(f"r{self.asked + n}", width=width) for n in range(count)]
+        self.asked += len(requests)
+        self.pending |= {request.id: request for request in requests}
+        return requests
 
     def withdraw(self, requests: list[SlotRequest]) -> None:
         self.withdrawn += sum(self.pending.pop(one.id, None) is not None for one in requests)
 
     def collect(self, requests: list[SlotRequest], kind: str, wait_s: float) -> list[str]:
-        self.pending.pop(requests[0].id)
         self.granted += 1
-        return ["lease"]
+        return ["lease"] * self.pending.pop(requests[0].id).width
 
     def without_lost(self, leases: list[str]) -> list[str]:
         return leases
@@ -52,7 +52,12 @@ class Driver:
     def __init__(self, owed: list[int]) -> None:
         self.stopping, self.owed, self.start_s, self.tail, self.weights = False, owed, 15.0, 100.0, None
         self.pool = SimpleNamespace(
-            kind="rollout", labels={}, working=[Engine(n) for n in range(len(owed))], assign_leases=self.join, count_warm=self.count_warm
+            kind="rollout",
+            labels={},
+            width=1,
+            working=[Engine(n) for n in range(len(owed))],
+            assign_leases=self.join,
+            count_warm=self.count_warm,
         )
         self.warm: set[str] = set()  # devices of parked engines
         self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)
@@ -171,3 +176,28 @@ def test_a_request_that_a_worker_group_withdrew_is_forgotten(shared):
     driver.tail = 0.0
     shared.poll(driver)
     assert driver.pool.working == [0, 1] and shared.leases.granted == 0
+
+
+def test_several_wide_engines_are_asked_for_at_once_and_each_joins_with_all_its_slots(shared):
+    shared.max_engines = 4
+    shared.renew = lambda *rest: shared.max_engines
+    driver = Driver([4, 4])
+    driver.pool.width = 2
+    shared.poll(driver)
+    assert shared.refs() == ["r0", "r1"] and [request.width for request in shared.leases.pending.values()] == [2, 2]
+    shared.source.ready |= {"r0", "r1"}
+    shared.poll(driver)
+    assert driver.pool.working == [0, 1, 2, 3] and shared.refs() == []
+    assert driver.result.metrics()["shared/slots_taken"] == 4
+    shared.max_engines = 5
+    shared.poll(driver)
+    shared.max_engines = 4  # less is left to do than was expected
+    shared.poll(driver)
+    assert shared.refs() == [] and shared.leases.withdrawn == 1
+    shared.source.view.surplus, shared.source.view.surplus_leases = 3, ("lease-0", "lease-1", "lease-3")
+    shared.poll(driver)
+    assert driver.evacuated[-1][0] == [0, 3], "three slots of other runs are two engines of it, of which the idle one is sure"
+    driver.pool.working = [1, 2]
+    shared.source.view.surplus = 0
+    shared.poll(driver)
+    assert driver.result.metrics({"shared/slots_given": 0})["shared/slots_given"] == 4
