@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots, exact_slots
-from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
+from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, RunInfo, SlotRequest, Statement
+from rlhfless_ray.functions.pool_runs import PastRun, PoolRun
 
 # A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update.
 # Ray takes up to 0.8 s to grant a slot again, and 10 ms or more to name its device.
@@ -19,42 +20,6 @@ RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long:
 HEARD_S = 5.0  # a run with a message in this time is alive: it sends one every second
 HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
 MAX_PAST = 1000  # number of ended runs whose cost is kept
-
-
-@dataclass
-class PoolRun:
-    info: RunInfo
-    session: str
-    bid: Bid
-    heard_s: float
-    joined_s: float
-    number: int = 0  # number of its newest statement
-    has_bid: bool = False  # False while its processes start; it can give nothing back until then
-    holds: frozenset[str] = frozenset()  # ids of the leases that it has confirmed
-    avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
-    parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
-    warm: frozenset[tuple[str, str]] = frozenset()  # nodes and devices to which parked processes are bound
-    gives_at_s: float | None = None  # when it expects to give back slots that others wait for
-    held_since_s: float = 0.0
-    waits_since_s: float | None = None  # time since which it has fewer slots than it can work with; reset RECENT_S after a withdrawal
-    withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
-    withdrew: SlotRequest | None = None  # that request
-    homes: set[tuple[str, str]] = field(default_factory=set)  # devices for which processes with state have asked
-    slot_s: float = 0.0  # slot-seconds that it has paid for
-    today_slot_s: float = 0.0  # those of the state's day
-    lent_slot_s: float = 0.0
-    borrowed_slot_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class PastRun:
-    """A run that has ended, and the slot-seconds that it paid for, in all and in the state's day."""
-
-    info: RunInfo
-    joined_s: float
-    ended_s: float
-    slot_s: float
-    today_slot_s: float = 0.0
 
 
 class PoolState:
@@ -124,7 +89,7 @@ class PoolState:
 
     def leave(self, run: str, now_s: float) -> None:
         """Remove a run: free its slots and withdraw its requests."""
-        self._account(now_s)
+        self.account(now_s)
         known = self.runs.pop(run, None)
         if known is None:
             return
@@ -154,12 +119,6 @@ class PoolState:
         if statement.bid is not None:
             self.bid(statement.bid, now_s)
 
-    def reply(self, run: str, now_s: float) -> Reply:
-        """Return the slots that a run has not confirmed, and its view of the pool."""
-        mine = [slot for slot in self.slots.values() if slot.holder == run and slot.request not in self.runs[run].holds]
-        granted = {slot.request: replace(slot) for slot in mine}
-        return Reply(self.runs[run].session, granted, self.view(run, now_s), self.runs[run].number)
-
     def silent(self, now_s: float) -> list[RunInfo]:
         """Return the runs that have sent nothing for too long."""
         return [run.info for run in self.runs.values() if now_s - run.heard_s > self.silent_s]
@@ -172,13 +131,13 @@ class PoolState:
     def begin_day(self, day: int, now_s: float) -> None:
         """Count what runs pay today from 0, unless it is that day already."""
         if day != self.day:
-            self._account(now_s)
+            self.account(now_s)
             self.day, self.past = day, [replace(past, today_slot_s=0.0) for past in self.past]
             for run in self.runs.values():
                 run.today_slot_s = 0.0
 
     def bid(self, bid: Bid, now_s: float) -> None:
-        self._account(now_s)
+        self.account(now_s)
         run, bid = self.runs[bid.run], self._entitled(bid)
         if run.bid != bid or not run.has_bid:
             run.bid, run.has_bid, self._cleared = bid, True, None
@@ -206,7 +165,7 @@ class PoolState:
 
         `paid_s`: see `Statement`.
         """
-        self._account(now_s)
+        self.account(now_s)
         for id in ids:
             if (request := self.requests.pop(id, None)) is not None:
                 self.runs[request.run].withdrew_s, self.runs[request.run].withdrew = now_s, request
@@ -217,14 +176,14 @@ class PoolState:
 
     def put(self, slot: PoolSlot, now_s: float) -> None:
         """Add a free slot that Ray has granted."""
-        self._account(now_s)
+        self.account(now_s)
         slot.since_s = now_s
         self.slots[slot.id] = slot
 
     def match(self, now_s: float) -> list[PoolSlot]:
         """Grant free slots: first to runs below their target, then to other requests, except for slots kept for runs below target."""
-        self._account(now_s)
-        wanting, held = self._wanting(now_s), self._held()
+        self.account(now_s)
+        wanting, held = self._wanting(now_s), self.held_by_run()
         for name, run in self.runs.items():
             if run.waits_since_s is not None and not (name in wanting and self._lacks(run, held[name])):
                 run.waits_since_s = self._cleared = None
@@ -258,7 +217,7 @@ class PoolState:
         by_node: dict[str, list[tuple[tuple[bool | int, ...], int, PoolSlot]]] = {}
         used = {slot.group for slot in self.leased.values()}
         for number, slot in enumerate(free):
-            if self._fits(request, slot):
+            if self.fits(request, slot):
                 by_node.setdefault(slot.node, []).append((self._preference(slot, request.run, used), number, slot))
         enough = [sorted(slots)[: request.width] for slots in by_node.values() if len(slots) >= request.width]
         return [slot for *_, slot in min(enough, default=[])]
@@ -277,7 +236,7 @@ class PoolState:
 
     def drop(self, id: str, now_s: float) -> None:
         """Forget a slot that went back to Ray, or whose node is gone."""
-        self._account(now_s)
+        self.account(now_s)
         if (slot := self.slots.pop(id, None)) is not None:
             self.leased.pop(slot.request, None)
             self._cleared = None
@@ -285,7 +244,7 @@ class PoolState:
     def set_nodes(self, nodes: dict[str, tuple[int, Mapping[str, str]]], now_s: float) -> list[PoolSlot]:
         """Set the cluster's nodes: id → slots and labels. Returns the slots of nodes that are gone, which are dropped."""
         if nodes != self.nodes:
-            self._account(now_s)
+            self.account(now_s)
             self.nodes, self._cleared = nodes, None
         gone = [slot for slot in self.slots.values() if slot.node not in nodes]
         for slot in gone:
@@ -306,7 +265,7 @@ class PoolState:
     def held(self, run: str) -> int:
         return sum(slot.holder == run for slot in self.leased.values())
 
-    def _held(self) -> Counter[str]:
+    def held_by_run(self) -> Counter[str]:
         return Counter(slot.holder for slot in self.leased.values())
 
     def clearing(self) -> Clearing:
@@ -321,7 +280,7 @@ class PoolState:
 
     def cleared(self, bids: list[Bid]) -> Clearing:
         """Return the division of the slots with these bids."""
-        held, size, present, left = self._held(), self.size, [], self.size
+        held, size, present, left = self.held_by_run(), self.size, [], self.size
         for bid in sorted(bids, key=lambda bid: self._turn(bid.run, held)):
             if bid.slots[0] <= left:
                 present.append(bid)
@@ -353,108 +312,13 @@ class PoolState:
 
     def waiting(self, now_s: float) -> dict[str, int]:
         """Return {run: slots} of the runs below their target that want slots, or wanted some a moment ago."""
-        targets, held = self.clearing().slots, self._held()
+        targets, held = self.clearing().slots, self.held_by_run()
         return {name: missing for name in self._wanting(now_s) if (missing := targets[name] - held[name]) > 0}
 
     def _wanting(self, now_s: float) -> set[str]:
         """Return the runs that want slots, or wanted some a moment ago."""
         recent = {name for name, run in self.runs.items() if now_s - run.withdrew_s <= RECENT_S}
         return recent | {request.run for request in self.requests.values()}
-
-    def view(self, run: str, now_s: float) -> PoolView:
-        self._account(now_s)
-        known, cleared, held = self.runs[run], self.clearing(), self.held(run)
-        waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
-        surplus, wanted = self._surplus(run, held - cleared.slots[run], waiting)
-        parked_mb: dict[str, float] = {}
-        due = []
-        for name, other in self.runs.items():
-            if name != run:
-                for node, kept_mb in other.parked_mb.items():
-                    parked_mb[node] = parked_mb.get(node, 0.0) + kept_mb
-                if other.gives_at_s is not None and (above := self.held(name) - cleared.slots[name]) > 0:
-                    due.append((max(0.0, other.gives_at_s - now_s), above))
-        return PoolView(
-            self.size,
-            len(self.runs),
-            held,
-            cleared.slots[run],
-            surplus,
-            cleared.price,
-            cleared.reasons[run],
-            known.slot_s,
-            known.lent_slot_s,
-            known.borrowed_slot_s,
-            {name: count for name, count in self._held().items() if name != run},
-            tuple(sorted(waiting)),
-            parked_mb,
-            tuple(sorted(due)),
-            wanted,
-            known.today_slot_s,
-            self.day,
-            self._warm_free(run),
-            self._lent(run),
-        )
-
-    def _warm_free(self, run: str) -> tuple[tuple[str, str], ...]:
-        """Return the devices of a run's parked processes that no run holds, also those that went back to Ray."""
-        held = {slot.place for slot in self.slots.values() if slot.holder}
-        return tuple(sorted(place for place in self.runs[run].warm - held if place[0] in self.nodes))
-
-    def _lent(self, run: str) -> tuple[tuple[str, str], ...]:
-        """Return the devices of a run's parked processes that other runs hold beyond their shares. These are asked for them first."""
-        warm, by_holder = self.runs[run].warm, dict[str, list[tuple[str, str]]]()
-        for slot in self.slots.values():
-            if slot.holder not in ("", run) and slot.place in warm:
-                by_holder.setdefault(slot.holder, []).append(slot.place)
-        if not by_holder:
-            return ()
-        held = self._held()
-        entitled = entitled_slots(self.size, [known.bid for known in self.runs.values()], held, self.credits)
-        beyond = {name: max(0, held[name] - entitled[name]) for name in by_holder}
-        return tuple(place for name, places in sorted(by_holder.items()) for place in sorted(places)[: beyond[name]])
-
-    def _surplus(self, run: str, above: int, waiting: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
-        """Return how many slots a run should give back to runs that wait, and the requests of its slots that these could use.
-
-        `above`: slots above its target. `waiting`: slots that each of them lacks. A learner waits for the node of its state, on GPU for its
-        device, and engines may wait for a label. The run also gives back a device below its target, because it can use any other one
-        instead, unless its own learner returns to it. Prefer slots where a waiting run has parked engines. Name only these if they suffice,
-        and no more of them than that run lacks if several runs wait.
-        """
-        homes, held, count = self.runs[run].homes, [slot for slot in self.slots.values() if slot.holder == run], 0
-        needed, usable, named = set[str](), set[str](), set[str]()
-        for name, missing in waiting.items():
-            asked = {(one.node, one.device, one.width, *one.labels.items()): one for one in self._asked(name)}.values()
-            nodes = [(one, self._nodes_for(one, held)) for one in asked]
-            fitting = [slot for slot in held if any(slot.node in where and self._fits(one, slot) for one, where in nodes)]
-            count += min(missing, len(fitting))
-            usable |= {slot.request for slot in fitting}
-            fitting.sort(key=lambda slot: slot.place in homes)
-            warm = [slot.request for slot in fitting if slot.place in self.runs[name].warm and slot.request not in named]
-            if len(warm) < missing:
-                named |= {slot.request for slot in fitting}
-            else:
-                named |= set(warm if len(waiting) == 1 else warm[:missing])
-            bound = [one for one in asked if one.device is not None]
-            foreign = [slot for slot in fitting if slot.place not in homes]
-            needed |= {slot.request for slot in foreign if any(self._fits(one, slot) for one in bound)}
-        surplus = max(0, min(above, count))
-        if len(needed) > surplus:
-            return len(needed), tuple(sorted(needed))
-        return surplus, tuple(sorted(named if len(named) >= surplus else usable)) if surplus else ()
-
-    def _nodes_for(self, request: SlotRequest, held: Iterable[PoolSlot]) -> set[str]:
-        """Return the nodes of slots that may serve a request: one node if it is for several slots, where the fewest are missing."""
-        free = Counter(slot.node for slot in self.free if self._fits(request, slot))
-        there = Counter(slot.node for slot in held if self._fits(request, slot))
-        nodes = [node for node in there if there[node] + free[node] >= request.width]
-        return set(nodes) if request.width == 1 else set(sorted(nodes, key=lambda node: (-free[node], node))[:1])
-
-    def _asked(self, run: str) -> list[SlotRequest]:
-        """Return the requests of a run, or the one that it withdrew last."""
-        known = self.runs[run].withdrew
-        return [request for request in self.requests.values() if request.run == run] or ([known] if known is not None else [])
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -465,7 +329,7 @@ class PoolState:
             return False
         return all(labels.get(name) == value for name, value in request.labels.items())
 
-    def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
+    def fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
         return request.device in (None, slot.device) and self.may_use(request, slot.node)
 
     def _preference(self, slot: PoolSlot, run: str, used: Collection[Hashable]) -> tuple[bool | int, ...]:
@@ -510,12 +374,12 @@ class PoolState:
         run.slot_s, run.today_slot_s = run.slot_s - more_s, max(0.0, run.today_slot_s - more_s)
         self.free_slot_s += more_s
 
-    def _account(self, now_s: float) -> None:
+    def account(self, now_s: float) -> None:
         """Bill the time since the last change: each slot has one payer, the run that holds it, or the pool."""
         seconds, self._at_s = now_s - self._at_s, now_s
         if seconds <= 0 or not self.slots:
             return
-        held = self._held()
+        held = self.held_by_run()
         for name, count in held.items():
             self.runs[name].slot_s += count * seconds
             self.runs[name].today_slot_s += count * seconds

@@ -7,6 +7,7 @@ import time
 from rlhfless_ray.functions.node_groups import others_wait
 from rlhfless_ray.functions.pool_core import PoolCore
 from rlhfless_ray.functions.pool_messages import RunInfo
+from rlhfless_ray.functions.pool_view import reply_to
 from rlhfless_ray.functions.slot_source import PooledSlots
 
 
@@ -26,7 +27,7 @@ class PrivateSlots(PooledSlots):
             state.tell(self.slots.statement(), began_s := time.monotonic())
             while True:
                 self.pool.settle()
-                reply = state.reply(self.info.run, time.monotonic())
+                reply = reply_to(state, self.info.run, time.monotonic())
                 is_naming = groups.is_naming and (seconds is not None or not state.requests)
                 is_late = time.monotonic() - began_s >= (seconds or 0.0)
                 if not groups.leaving and (reply.granted or (is_late and not is_naming)):

@@ -27,7 +27,9 @@ from rlhfless_ray.functions.lease import LOOKING_SHARE
 from rlhfless_ray.functions.node_groups import POLL_S, POOL_PREFIX, NodeGroup, others_wait, tasks_wait
 from rlhfless_ray.functions.pool_core import LOOK_S, PoolCore
 from rlhfless_ray.functions.pool_messages import MESSAGES, OTHER_VERSION, SILENT_S, PoolSlot, PoolView, Reply, RunInfo, Statement
-from rlhfless_ray.functions.pool_state import IDLE_S, PastRun
+from rlhfless_ray.functions.pool_runs import PastRun
+from rlhfless_ray.functions.pool_state import IDLE_S
+from rlhfless_ray.functions.pool_view import reply_to, view_of
 
 NAMESPACE = "rlhfless"
 RESOURCES = ("cpu", "gpu")
@@ -131,7 +133,7 @@ class SlotPool:
         self._settle()
         end_s = now + seconds
         while True:
-            reply = self.state.reply(run, now)
+            reply = reply_to(self.state, run, now)
             if reply.granted or surplus not in (None, reply.view.surplus) or now >= end_s:
                 return reply
             await self._change(end_s - now)
@@ -166,7 +168,7 @@ class SlotPool:
                 "waits": waiting.get(name, 0),
                 "money": run.slot_s / 3600 * run.info.price,
                 "money_today": run.today_slot_s / 3600 * run.info.price,
-                **asdict(state.view(name, now)),
+                **asdict(view_of(state, name, now)),
             }
             for name, run in sorted(state.runs.items())
         ]

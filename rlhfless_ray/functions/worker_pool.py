@@ -220,15 +220,13 @@ class WorkerPool:
         """Return whether the instance can use the slot: its own device if it holds memory of one, otherwise any slot of its node."""
         return instance.slot == slot or (not self.is_bound and instance.slot.node == slot.node)
 
-    def count_warm(self, width: int, places: Collection[tuple[str, str]] | None) -> int:
-        """Return how many parked instances of this width have started before and can work on these nodes and devices.
+    def count_warm(self, width: int, places: Collection[tuple[str, str]]) -> int:
+        """Return how many parked instances of this width have started before and can work.
 
-        `places`: None for any. It only matters to processes that are bound to their devices.
+        `places`: nodes and devices that can be had, which only matter to processes that are bound to their devices.
         """
         warm = [instance for instance in self.parked if instance.memory_mb > 0 and instance.width == width]
-        if places is None or not self.is_bound:
-            return len(warm)
-        return sum(instance.slot.places <= set(places) for instance in warm)
+        return sum(not self.is_bound or instance.slot.places <= set(places) for instance in warm)
 
     @property
     def is_bound(self) -> bool:

@@ -15,6 +15,7 @@ from rlhfless_ray.functions import node_groups
 from rlhfless_ray.functions.pool_core import PoolCore
 from rlhfless_ray.functions.pool_messages import PoolSlot, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import IDLE_S
+from rlhfless_ray.functions.pool_view import reply_to, view_of
 from tests.functions.fake_ray import ActorOnThread, FakeRay
 
 
@@ -38,7 +39,7 @@ class Run:
             for group in self.pool.groups.asked:
                 group.look_s = 0.0
             self.pool.settle()
-        self.slots.accept(self.pool.state.reply(self.slots.run, time.monotonic()))
+        self.slots.accept(reply_to(self.pool.state, self.slots.run, time.monotonic()))
 
     def end(self, ids: list[str]) -> None:
         self.slots.end(ids)
@@ -125,11 +126,11 @@ def test_a_run_gives_a_wide_engine_of_another_run_slots_of_one_node(monkeypatch:
     run.ask(8)
     other.slots.bid = Bid("y", (4,), (0.0,))
     assert other.ask(1, width=4) and not other.slots.held
-    view = pool.state.view("x", time.monotonic())
+    view = view_of(pool.state, "x", time.monotonic())
     nodes = {run.slots.held[lease].node for lease in view.surplus_leases}
     assert view.surplus == 4 and len(nodes) == 1 and len(view.surplus_leases) == 4
     run.end([view.surplus_leases[0]])
-    after = pool.state.view("x", time.monotonic())
+    after = view_of(pool.state, "x", time.monotonic())
     assert {run.slots.held[lease].node for lease in after.surplus_leases} == nodes
     run.end(list(after.surplus_leases))
     other.tell()

@@ -25,6 +25,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import MESSAGES, PoolSlot, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
+from rlhfless_ray.functions.pool_view import reply_to, view_of
 from rlhfless_ray.functions.slot_pool import SAVE_S, SlotPool, UnknownRun
 from rlhfless_ray.functions.slot_source import PooledSlots
 from tests.functions.test_pool_state import pool
@@ -43,7 +44,7 @@ def say(state: PoolState, statement: Statement, now_s: float = 0.0) -> Reply:
     """Deliver a statement."""
     state.tell(statement, now_s)
     state.match(now_s)
-    return state.reply(statement.run, now_s)
+    return reply_to(state, statement.run, now_s)
 
 
 def test_a_request_that_comes_after_its_end_is_not_granted():
@@ -106,17 +107,17 @@ def test_a_run_does_not_pay_for_the_way_of_its_messages():
     state.tell(x.statement(), 0.0)
     for slot in state.match(0.0):
         slot.granted_s = 1000.0  # wall-clock time, at which the run's ledger begins
-    x.accept(state.reply("x", 0.5))
+    x.accept(reply_to(state, "x", 0.5))
     x.end(["x/0"], 1008.0)
     x.end(["x/1"])  # granted, but too late for the run
     x.statement()  # is lost
     heard = x.statement()
     x.end(["x/2"], 1009.0)
     x.accept(say(state, heard, 10.0))
-    assert (state.view("x", 10.0).slot_s, state.free_slot_s) == (18.0, 12.0)
+    assert (view_of(state, "x", 10.0).slot_s, state.free_slot_s) == (18.0, 12.0)
     assert list(x.statement().paid_s) == ["x/2"], "the pool knows of the others"
     say(state, x.statement(), 30.0)
-    assert (state.view("x", 30.0).slot_s, state.free_slot_s) == (17.0, 73.0)
+    assert (view_of(state, "x", 30.0).slot_s, state.free_slot_s) == (17.0, 73.0)
 
 
 def test_a_node_that_a_run_found_lost_is_granted_to_none_of_its_requests():
