@@ -18,9 +18,9 @@ from placement.market import Bid, Clearing
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, UserError, one_line_with_type
 from rlhfless_ray.functions.node_groups import POOL_PREFIX, others_wait
-from rlhfless_ray.functions.pool_messages import MESSAGES, OTHER_VERSION, SILENT_S, RunInfo, SlotRequest
+from rlhfless_ray.functions.pool_messages import MESSAGES, SILENT_S, RunInfo, SlotRequest
 from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, UnknownRun
-from rlhfless_ray.functions.slot_source import PooledSlots
+from rlhfless_ray.functions.slot_source import SlotSource
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig
 
 BEAT_S = 1.0  # interval of heartbeats
@@ -30,7 +30,7 @@ REPLACE_S = 60.0  # time for a lost pool to be replaced, before the run ends
 STANDING_S = 30.0  # longest wait for a slot that a phase asks for while it works
 
 
-class PoolClient(PooledSlots):
+class PoolClient(SlotSource):
     """The slots of a run that shares the cluster's pool. A thread keeps the heartbeat, and `view` up to date."""
 
     def __init__(self, resource: str, info: RunInfo, say: Callable[[str], None] = lambda text: None) -> None:
@@ -126,12 +126,7 @@ class PoolClient(PooledSlots):
 
     def _join(self, timeout_s: float, session: str, *mine: Any) -> tuple[str, list[str]]:
         """Send `SlotPool.join`, and return its result. `mine`: what this run has, see there."""
-        try:
-            reply: tuple[str, list[str]] = ray.get(self.handle.join.remote(self.info, session, *mine, messages=MESSAGES), timeout=timeout_s)
-        except TypeError as error:
-            if "messages" not in str(error):
-                raise
-            return OTHER_VERSION, []  # a pool of the first version has no such parameter
+        reply: tuple[str, list[str]] = ray.get(self.handle.join.remote(self.info, session, *mine, messages=MESSAGES), timeout=timeout_s)
         return reply
 
     def _call(self, call: Callable[[], Any]) -> Any:

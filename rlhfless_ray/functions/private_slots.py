@@ -8,10 +8,10 @@ from rlhfless_ray.functions.node_groups import others_wait
 from rlhfless_ray.functions.pool_core import PoolCore
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.pool_view import reply_to
-from rlhfless_ray.functions.slot_source import PooledSlots
+from rlhfless_ray.functions.slot_source import SlotSource
 
 
-class PrivateSlots(PooledSlots):
+class PrivateSlots(SlotSource):
     """It gives slots back to Ray at once, because other programs of the cluster may wait for them."""
 
     def __init__(self, resource: str, run: str, *, is_alone: bool = False) -> None:

@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest
@@ -18,53 +17,12 @@ from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunI
 WAIT_S = 0.2  # longest wait within the pool for one slot, between two checks for a stop signal
 
 
-class SlotSource(Protocol):
-    """A run's part of a pool of slots.
+class SlotSource(ABC):
+    """A run's part of a pool of slots. `view` is the pool as of its last answer.
 
-    Every call may be repeated. A slot that is granted while its request is released is free again. `view`: the pool as of the last answer.
+    Every call may be repeated. A slot that is granted while its request is released is free again. A source says how its messages reach the
+    pool (`_exchange`), and passes `tests/functions/test_slot_source_contract.py`.
     """
-
-    view: PoolView
-
-    def ask(self, requests: Iterable[SlotRequest], /, *, returns: Iterable[str] = ()) -> None:
-        """Request slots without waiting. On GPU a request that names a device gets no other.
-
-        `returns`: leases that the run returns for them, which may be completed to what it asks for.
-        """
-        ...
-
-    def wait(self, request: SlotRequest, until_s: float, /) -> list[PoolSlot]:
-        """Return the granted slots, or none of them at the time `until_s` (monotonic)."""
-        ...
-
-    def release(self, ids: Iterable[str], /, *, avoids: bool = False) -> None:
-        """Return slots by the ids of their leases, and withdraw requests. Slots that `wait` has not returned cost nothing.
-
-        `avoids`: their nodes are lost or drained, so the run wants no other slot there.
-        """
-        ...
-
-    def look(self) -> PoolView:
-        """Ask the pool, and return its newest view."""
-        ...
-
-    def others_wait(self) -> bool:
-        """Return whether another run is short of slots that this one has above its target, or another program waits for any."""
-        ...
-
-    def may_wait(self) -> bool:
-        """Return whether a needed slot may still be granted after its deadline, because other runs hold some."""
-        ...
-
-    def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]], /) -> None:
-        """Tell the pool, with the next message, what this run parks: MB by node, and the nodes and devices to which processes are bound."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class PooledSlots(ABC):
-    """A `SlotSource` whose messages reach its pool by `_exchange`."""
 
     def __init__(self, resource: str, info: RunInfo) -> None:
         self.resource, self.info, self.slots = resource, info, RunSlots(info.run)
@@ -73,21 +31,11 @@ class PooledSlots(ABC):
         self.used: set[str] = set()  # leases that `wait` has returned
         self.absent_s: dict[str, float] = {}  # wall-clock time before which a request was not granted, whatever the pool's clock says
 
-    @abstractmethod
-    def _exchange(self, seconds: float | None = None) -> None:
-        """Send the run's whole state, and accept the reply. `seconds`: longest wait for a slot; None: it waits for none."""
-
-    @abstractmethod
-    def others_wait(self) -> bool: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def _notify(self) -> None:
-        """Tell the pool that requests have ended."""
-        self._exchange()
-
     def ask(self, requests: Iterable[SlotRequest], *, returns: Iterable[str] = ()) -> None:
+        """Request slots without waiting. On GPU a request that names a device gets no other.
+
+        `returns`: leases that the run returns for them, which may be completed to what it asks for.
+        """
         if asked := [replace(request, run=self.info.run) for request in requests]:
             with self.lock:
                 self._end(returns)
@@ -96,6 +44,7 @@ class PooledSlots(ABC):
             self._exchange()
 
     def wait(self, request: SlotRequest, until_s: float) -> list[PoolSlot]:
+        """Return the granted slots, or none of them at the time `until_s` (monotonic)."""
         while request.id in self.slots.wants:
             STOP.check()
             looked_s, seconds = time.time(), until_s - time.monotonic()
@@ -112,9 +61,46 @@ class PooledSlots(ABC):
         return granted
 
     def release(self, ids: Iterable[str], *, avoids: bool = False) -> None:
+        """Return slots by the ids of their leases, and withdraw requests. Slots that `wait` has not returned cost nothing.
+
+        `avoids`: their nodes are lost or drained, so the run wants no other slot there.
+        """
         with self.lock:
             if self._end(ids, avoids):
                 self._notify()
+
+    def look(self) -> PoolView:
+        """Ask the pool, and return its newest view."""
+        self._exchange()
+        return self.view
+
+    def may_wait(self) -> bool:
+        """Return whether a needed slot may still be granted after its deadline, because other runs hold some."""
+        return bool(self.look().others)
+
+    def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]]) -> None:
+        """Tell the pool, with the next message, what this run parks: MB by node, and the nodes and devices to which processes are bound."""
+        self.slots.parked_mb, self.slots.warm = own_mb, devices
+
+    def _accept(self, reply: Reply) -> None:
+        with self.lock:
+            self.slots.accept(reply)
+            self.view, self.viewed_s = reply.view, time.monotonic()
+
+    @abstractmethod
+    def others_wait(self) -> bool:
+        """Return whether another run is short of slots that this one has above its target, or another program waits for any."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, seconds: float | None = None) -> None:
+        """Send the run's whole state, and accept the reply. `seconds`: longest wait for a slot; None: it waits for none."""
+
+    def _notify(self) -> None:
+        """Tell the pool that leases or requests have ended."""
+        self._exchange()
 
     def _end(self, ids: Iterable[str], avoids: bool = False) -> bool:
         """End leases and requests. Returns whether any of them was the run's."""
@@ -127,18 +113,3 @@ class PooledSlots(ABC):
         for id in ended:
             self.absent_s.pop(id, None)
         return bool(ended)
-
-    def look(self) -> PoolView:
-        self._exchange()
-        return self.view
-
-    def may_wait(self) -> bool:
-        return bool(self.look().others)
-
-    def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]]) -> None:
-        self.slots.parked_mb, self.slots.warm = own_mb, devices
-
-    def _accept(self, reply: Reply) -> None:
-        with self.lock:
-            self.slots.accept(reply)
-            self.view, self.viewed_s = reply.view, time.monotonic()

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
 
-from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
-from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
+from rlhfless_ray.functions.instance import Instance, State, actor_state
+from rlhfless_ray.functions.kept_memory import begin_to_leave, give_back, record_kept, wait_until_left
 from rlhfless_ray.functions.lease import PREFERRED_S, Labels, Lease, LeaseManager, Slot
 from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
@@ -193,7 +192,7 @@ class WorkerPool:
             self.cold_starts += 1
         else:
             self.parked.remove(instance)
-            self._gave_back(instance)
+            record_kept(instance, self.ledger)
             instance.kept_mb = instance.giving_back = None
             self.gaps_s.append(time.monotonic() - instance.parked_since_s)
             self.ledger.unpark(instance.id)
@@ -254,7 +253,7 @@ class WorkerPool:
         self._book(instance)
         self.parked.append(instance)
         if self.give_back_after_s < float("inf"):
-            self._give_back(instance)  # nothing to release yet, but the reply contains its memory
+            give_back(instance)  # nothing to release yet, but the reply contains its memory
         return instance
 
     # ---- parking and ending -----------------------------------------------------------------------------------
@@ -280,7 +279,7 @@ class WorkerPool:
             self.parked.append(instance)
             self._book(instance)
             if long:
-                self._give_back(instance)
+                give_back(instance)
         if self.parked_memory is not None:
             self.parked_memory.enforce()
         return taken
@@ -293,30 +292,10 @@ class WorkerPool:
         """Average price of its parked processes, as a share of a slot's price."""
         return self.ledger.hold_price(instance.id for instance in self.parked)
 
-    def _give_back(self, instance: Instance) -> None:
-        instance.version = None  # an engine releases its weights too
-        instance.giving_back = instance.actor.park.remote()
-
-    def _gave_back(self, instance: Instance) -> None:
-        """Record the memory that a parked instance has kept, if it has replied."""
-        if instance.giving_back is None or not ray.wait([instance.giving_back], timeout=0)[0]:
-            return
-        try:
-            instance.kept_mb = ray.get(instance.giving_back)["memory_mb"]
-        except GONE:  # a dead process holds nothing; its next use reports the failure
-            return
-        except RayTaskError as error:
-            raise RunError(f"{instance.id} could not release memory: {reason_of(error)}") from error
-        self.ledger.kept(instance.id, *instance.parked_memory)
-
     def _leave_devices(self, instances: list[Instance]) -> None:
-        """Make all instances leave their devices at the same time, because they may need each other for it.
-
-        Engines lose their weights with the device memory, so their version becomes None. Dead processes hold nothing; their next
-        use reports the failure.
-        """
+        """Make all instances leave their devices at the same time, because they may need each other for it."""
         for instance in instances:
-            instance.leaving, instance.version = (instance.actor.park.remote(), instance.leases), None
+            begin_to_leave(instance)
         for instance in instances:
             if self.waits_to_leave:
                 self._left(instance)
@@ -325,22 +304,7 @@ class WorkerPool:
                     lease.leaving = partial(self._left, instance)
 
     def _left(self, instance: Instance) -> None:
-        """Wait until an instance has left its device, if it has not yet, and record what it has kept."""
-        if instance.leaving is None:
-            return
-        ref, leases = instance.leaving
-        try:
-            reply = get(ref, self.leave_s, f"{instance.id} to leave its device")
-        except GONE:
-            instance.leaving = None
-            return
-        except RayTaskError as error:
-            instance.leaving = None
-            raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
-        instance.leaving, instance.kept_mb = None, reply["memory_mb"]
-        if instance.state == State.PARKED:
-            self.ledger.kept(instance.id, *instance.parked_memory)
-        self.ledger.spans([lease.id for lease in leases if lease.holder == instance.id], reply["spans"])
+        wait_until_left(instance, self.leave_s, self.ledger)
 
     def end_expired(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
         """End parked instances whose keep-alive is over, that are not worth keeping, or whose node is gone; return their number.
@@ -364,9 +328,9 @@ class WorkerPool:
             if instance.giving_back is None and now - instance.parked_since_s > self.give_back_after_s:
                 self.ledger.unpark(instance.id)  # a new row for the new amount
                 self._book(instance)
-                self._give_back(instance)
+                give_back(instance)
             elif instance.kept_mb is None:
-                self._gave_back(instance)
+                record_kept(instance, self.ledger)
         if self.parked_memory is not None:
             self.parked_memory.enforce()  # other runs may need the memory by now
         return len(over)

@@ -18,13 +18,13 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.node_groups import NodeGroups, is_reserving
 from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_source import PooledSlots
+from rlhfless_ray.functions.slot_source import SlotSource
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from tests.functions.test_pool_messages import joined, say
 from tests.functions.test_pool_state import pool
 
 
-class Source(PooledSlots):
+class Source(SlotSource):
     """A shared pool without Ray. Each call reaches it at once, and a wait ends at once."""
 
     def __init__(self, state: PoolState, slots: RunSlots) -> None:

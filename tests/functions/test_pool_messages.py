@@ -23,11 +23,11 @@ from rlhfless_ray.functions import cost_record
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.pool_messages import MESSAGES, PoolSlot, Reply, RunInfo, RunSlots, SlotRequest, Statement
+from rlhfless_ray.functions.pool_messages import MESSAGES, OTHER_VERSION, PoolSlot, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
 from rlhfless_ray.functions.pool_view import reply_to, view_of
 from rlhfless_ray.functions.slot_pool import SAVE_S, SlotPool, UnknownRun
-from rlhfless_ray.functions.slot_source import PooledSlots
+from rlhfless_ray.functions.slot_source import SlotSource
 from tests.functions.test_pool_state import pool
 
 NODES = {"a": (3, {}), "b": (2, {})}
@@ -265,7 +265,7 @@ TestMessages.settings = settings(max_examples=50, stateful_step_count=40)
 
 def client_of(handle: object) -> PoolClient:
     client = object.__new__(PoolClient)
-    PooledSlots.__init__(client, "cpu", RunInfo("x"))
+    SlotSource.__init__(client, "cpu", RunInfo("x"))
     client.closed, client.lost, client.handle = threading.Event(), "", handle
     return client
 
@@ -406,14 +406,6 @@ def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
     refused, _ = asyncio.run(pool.join(RunInfo("x"), "session", []))
     assert "another version of rlhfless-ray" in refused
 
-    def join(*_: Any, **messages: int) -> None:
-        raise TypeError(f"got an unexpected keyword argument {next(iter(messages))!r}")  # as Ray says of a pool of the first version
-
-    run = object.__new__(PoolClient)
-    run.info, run.slots, run.handle = RunInfo("x"), RunSlots("x"), SimpleNamespace(join=SimpleNamespace(remote=join))
-    with pytest.raises(UserError, match="another version of rlhfless-ray"):
-        run._join_first()
-
 
 def test_devices_that_a_run_has_just_released_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan right after the release would count their parked engines as cold, because the view of the pool is up to a second old."""
@@ -448,8 +440,8 @@ def test_the_table_of_a_pool_of_another_version_is_refused_in_a_sentence(
 
 
 def test_a_run_whose_pool_was_replaced_by_one_of_another_version_ends_with_that_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def join(*_: Any, **messages: int) -> None:
-        raise TypeError(f"got an unexpected keyword argument {next(iter(messages))!r}")
+    def join(*_: Any, messages: int) -> tuple[str, list[str]]:
+        return OTHER_VERSION, []
 
     def unknown(*_: Any) -> None:
         raise UnknownRun
@@ -457,6 +449,7 @@ def test_a_run_whose_pool_was_replaced_by_one_of_another_version_ends_with_that_
     pool = SimpleNamespace(join=SimpleNamespace(remote=join), tell=SimpleNamespace(remote=unknown))
     client = client_of(pool)
     monkeypatch.setattr(client, "_find", lambda: pool)
+    monkeypatch.setattr("rlhfless_ray.functions.pool_client.ray.get", lambda reply, timeout: reply)
     client._rejoin(UnknownRun())
     with pytest.raises(RunError, match="another version of rlhfless-ray"):
         client.bid(Bid("x", (1,), (0.0,)))
