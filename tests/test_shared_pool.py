@@ -79,7 +79,7 @@ def test_a_run_waits_for_its_slot_that_another_run_gives_back(ray_cluster, tmp_p
         while run.poll() is None and time.monotonic() < end_s:
             source.bid(Bid("other", (0, 1, 2, 3, 4), (0.0, 10.0, 20.0, 30.0, 40.0)), 0.3)
             known = len(steps.read_text().splitlines()) if steps.exists() else 0
-            if surplus := source.surplus:
+            if surplus := source.view.surplus:
                 time.sleep(0.3)
                 leases.release([taken.pop() for _ in range(surplus)])
             elif len(taken) < (3 if known >= 4 else 2):  # the run tries both numbers of slots first

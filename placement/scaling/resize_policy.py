@@ -292,11 +292,11 @@ def assign_groups(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[
     return [np.concatenate(d) if d else np.empty(0, int) for d in dealt]
 
 
-def slots_to_yield(held: int, least: int, others_wait: bool, surplus: int | None = None, usable: int = 0) -> Decision:
+def slots_to_yield(held: int, least: int, others_wait: bool, surplus: int = 0, usable: int = 0) -> Decision:
     """Decide how many slots to give up at the end of a step if other jobs wait.
 
     surplus: slots that this run should give back to waiting runs, as the shared pool reports it; usable: held slots that they could use.
-    If surplus is None, or 0 because the waiting jobs are not in the pool, half of the slots are given up, or all if only the minimum
+    If surplus is 0 because the waiting jobs are not in the pool, half of the slots are given up, or all if only the minimum
     `least` is held. On a shared cluster leases pass from phase to phase and never through Ray's queue, so without this another job's
     request would wait forever.
     """

@@ -225,17 +225,17 @@ class Autoscaler(StepPredictor):
         """
         if self.bids is None or not len(left):
             return max_actors
-        bids, speed, tokens = self.bids, self.engines.fit_of(1).speed, np.maximum(left, 1.0)
+        bids, width, tokens = self.bids, self.engines.width, np.maximum(left, 1.0)
 
         def renew() -> int:
-            plans = self._plans(tokens, context.astype(float), max_actors, 1, speed)
+            plans = self._plans(tokens, context.astype(float), max_actors, width, self.engines.fit.speed)
             if there := [plan for plan in plans if plan.actors <= working]:
-                now, transition = min(there, key=lambda plan: plan.time_s), self._transition(1, working + warm)
+                now, transition = min(there, key=lambda plan: plan.time_s), self._transition(width, working + warm)
                 plans = [started_later(plan, now, transition) for plan in plans]
             if self.running_update is not None:
                 left_s = max(0.0, self.update_ends_s - time.monotonic())
                 plans = self._compared(plans, replace(self.running_update, seconds=left_s, rest=None))
-            return bids.renew_rollout(plans)
+            return bids.renew_rollout(plans, width)
 
         return self.safely("renewing the bid", renew, lambda: max_actors)
 

@@ -111,19 +111,19 @@ class MarketBids:
         most = min(wanted, self.pool.view.target - self.besides)
         return Delay(0.0, wanted, "") if grows else self._delay(self.points, most, self.besides, value_per_s)
 
-    def renew_rollout(self, plans: Sequence[Plan]) -> int:
-        """Bid for the rest of the running rollout, and return how many engines, of one slot each, have work.
+    def renew_rollout(self, plans: Sequence[Plan], width: int = 1) -> int:
+        """Bid for the rest of the running rollout, and return how many engines, of `width` slots each, have work.
 
         `plans`: frontier of the rest, beside an update with the time and cost of the step. Others learn of the bid with the next heartbeat,
         if it has changed much.
         """
-        points = self._points(((plan.actors, plan) for plan in plans), self.value_per_s)
+        points = self._points(((plan.actors * width, plan) for plan in plans), self.value_per_s)
         bid = self._bid(points, self.value_per_s, self.besides, self._rest_of_objective())
         before = self.running
         if before is None or bid.slots != before.slots or abs(bid.worth[-1] - before.worth[-1]) > RENEWED * before.worth[-1]:
             self.running = bid
             self.pool.renew_bid(bid)
-        return bid.most - self.besides
+        return (bid.most - self.besides) // width
 
     def _rest_of_objective(self) -> Objective:
         """Return the objective for the rest of the running rollout."""

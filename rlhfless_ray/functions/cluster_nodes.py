@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -44,7 +44,7 @@ class ClusterNodes:
             self._draining, self._noticed_s = self.notices(), time.monotonic()
         return self._draining
 
-    def slots(self, labels: dict[str, str]) -> dict[str, int]:
+    def slots(self, labels: Mapping[str, str]) -> dict[str, int]:
         """Return {node id: slots} of the nodes that have all these labels."""
         return node_slots(self.resource, labels, self.present())
 
@@ -96,7 +96,7 @@ def node_answers(node_id: str) -> bool:
     return True
 
 
-def node_slots(resource: str, labels: dict[str, str] | None = None, nodes: list[dict[str, Any]] | None = None) -> dict[str, int]:
+def node_slots(resource: str, labels: Mapping[str, str] | None = None, nodes: list[dict[str, Any]] | None = None) -> dict[str, int]:
     """Return {node id: slots} of the alive nodes that have slots and all these labels. `nodes`: Ray's list, if known."""
     name, wanted = "GPU" if resource == "gpu" else "CPU", (labels or {}).items()
     slots_of_node = {

@@ -10,7 +10,8 @@ from typing import Any
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from rlhfless_ray.functions.pool_messages import RunInfo
-from rlhfless_ray.functions.pool_state import PastRun, PoolState
+from rlhfless_ray.functions.pool_runs import PastRun
+from rlhfless_ray.functions.pool_state import PoolState
 
 NAMESPACE = b"rlhfless"
 DAY_S = 86400

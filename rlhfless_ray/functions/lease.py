@@ -1,6 +1,6 @@
 """Leases: the right to use a slot.
 
-A new slot may take Ray 0.5-0.8 s (see `slot_source`). So a lease is handed from one function to the next if possible, and only surplus
+A new slot may take Ray 0.5-0.8 s (see `node_groups`). So a lease is handed from one function to the next if possible, and only surplus
 leases are removed.
 """
 
@@ -18,7 +18,10 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, RayGroups, SlotSource, bundle_of
+from rlhfless_ray.functions.node_groups import bundle_of
+from rlhfless_ray.functions.pool_messages import PoolSlot, SlotRequest
+from rlhfless_ray.functions.private_slots import PrivateSlots
+from rlhfless_ray.functions.slot_source import SlotSource
 
 PREFERRED_S = 1.0  # longest wait for a preferred node: a little more than Ray's retry interval
 Labels = Callable[[], dict[str, str]]  # returns the node labels that slots must have now
@@ -69,16 +72,16 @@ class LeaseManager:
     ) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device).
 
-        `source`: source of the slots; default: Ray's queue. `nodes`: the cluster's, if another part of the run reads them too.
+        `source`: source of the slots; default: a pool of this run alone. `nodes`: the cluster's, if another part of the run reads them too.
         """
         self.resource = resource
         self.bundle = bundle_of(resource)
-        self.source: SlotSource = RayGroups(resource) if source is None else source
+        self.source: SlotSource = PrivateSlots(resource, run_id) if source is None else source
         self.ledger = ledger
         self.deadline_s = deadline_s
         self.run_id = run_id
         self.held: dict[str, Lease] = {}
-        self.pending: dict[str, LeaseRequest] = {}  # neither granted nor withdrawn, by id
+        self.pending: dict[str, SlotRequest] = {}  # neither granted nor withdrawn, by id
         self.counter = 0
         self.waited_s = 0.0  # time on the critical path, for the step's metrics
         self.nodes = ClusterNodes(resource) if nodes is None else nodes
@@ -87,79 +90,91 @@ class LeaseManager:
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
-    def ask(self, count: int, nodes: list[str] | None = None, labels: dict[str, str] | None = None) -> list[LeaseRequest]:
-        """Request slots without waiting.
+    def ask(
+        self,
+        count: int,
+        nodes: list[str] | None = None,
+        labels: dict[str, str] | None = None,
+        width: int = 1,
+        returns: Iterable[Lease] = (),
+    ) -> list[SlotRequest]:
+        """Request `count` times `width` slots of one node, without waiting.
 
-        `nodes`: ids of required nodes, one per slot for the first slots. `labels`: required of all nodes.
+        `nodes`: ids of required nodes, for the first requests. `labels`: required of all nodes. `returns`: leases that are not enough. They
+        go back, and may be completed to `width`.
         """
         required = [nodes[i] if nodes and i < len(nodes) else "" for i in range(count)]
-        return self._ask([LeaseRequest(self._new_id(), time.time(), node, dict(labels or {})) for node in required])
+        requests = [SlotRequest(self._new_id(), "", node, dict(labels or {}), None, width) for node in required]
+        return self._ask(requests, self._let_go(returns))
 
-    def ask_preferred(self, count: int, nodes: list[str], labels: dict[str, str] | None = None) -> list[LeaseRequest]:
-        """Request up to `count` slots on those of `nodes` that have room, where parked instances wait. `nodes`: ids, one per slot."""
-        nodes = self.with_room(nodes)[:count] if count > 0 else []
-        return self.ask(len(nodes), nodes, labels) if nodes else []
+    def ask_preferred(self, count: int, nodes: list[str], labels: dict[str, str] | None = None, width: int = 1) -> list[SlotRequest]:
+        """Request so many slots on those of `nodes` that have room, where parked instances wait. `nodes`: ids, one per request."""
+        nodes = self.with_room(nodes, width)[:count] if count > 0 else []
+        return self.ask(len(nodes), nodes, labels, width) if nodes else []
 
-    def ask_again(self, slots: list[Slot]) -> list[LeaseRequest]:
+    def ask_again(self, slots: list[Slot]) -> list[SlotRequest]:
         """Request slots to which processes with state must return: on CPU any of the same nodes, on GPU the same devices."""
         on_gpu = self.resource == "gpu"
-        return self._ask([LeaseRequest(self._new_id(), time.time(), slot.node, device=slot.device if on_gpu else None) for slot in slots])
+        return self._ask([SlotRequest(self._new_id(), "", slot.node, {}, slot.device if on_gpu else None) for slot in slots])
 
     def _new_id(self) -> str:
         self.counter += 1
         return f"{self.run_id}-{self.counter}"
 
-    def _ask(self, requests: list[LeaseRequest]) -> list[LeaseRequest]:
-        self.source.ask(requests)
+    def _ask(self, requests: list[SlotRequest], returns: Iterable[str] = ()) -> list[SlotRequest]:
+        self.source.ask(requests, returns=returns)
         self.pending |= {request.id: request for request in requests}
         return requests
 
     def collect(
         self,
-        requests: list[LeaseRequest],
+        requests: list[SlotRequest],
         kind: str,
         wait_s: float,
         need: int = 0,
         have: list[Lease] | None = None,
-        use: Callable[[Lease], object] = lambda lease: None,
+        use: Callable[[list[Lease]], object] = lambda leases: None,
         labels: Labels = dict,
     ) -> list[Lease]:
-        """Return `have` and the granted ones of `requests`; those not granted in time are withdrawn.
+        """Return `have` and the leases of those requests that are granted; those not granted in time are withdrawn.
 
-        `use`: called with each lease as soon as it is granted, while others may still be missing. `labels`: those of `requests`. If they
-        change, as when the last node with them is lost, a needed slot is requested again.
+        `use`: called with the leases of each request as soon as it is granted, while others may still be missing. `labels`: those of
+        `requests`. If they change, as when the last node with them is lost, what is needed is requested again.
 
-        It waits for the first `need` leases until the lease deadline, and for each other one for `wait_s` after the last grant: slots come
-        one after the other, and on GPU Ray starts a process to name the first device. If there are fewer than `need`, all are released, and
-        RunError names what is missing. The run's other requests are withdrawn before it waits for needed leases: they may be granted the
-        only slot, which nothing would collect meanwhile.
+        It waits until `need` requests are granted, those of `have` included, until the lease deadline, and for each other one for `wait_s`
+        after the last grant: slots come one after the other, and on GPU Ray starts a process to name the first devices. If there are fewer
+        than `need`, all are released, and RunError names what is missing. The run's other requests are withdrawn before a wait for what is
+        needed. They may be granted the only slot, which nothing would collect meanwhile.
         """
         start = granted_s = time.monotonic()
-        leases, used_s = list(have or []), 0.0
+        leases, used_s, width = list(have or []), 0.0, max((request.width for request in requests), default=1)
         for request in requests:
-            if needed := len(leases) < need:
+            if needed := len(leases) < need * width:
                 self.withdraw([one for one in self.pending.values() if one not in requests])
             end = start + self.deadline_s if needed else granted_s + wait_s
             look_s = PREFERRED_S if needed and request.labels else float("inf")
-            grant = self.source.wait(request, min(end, time.monotonic() + look_s))
-            while grant is None and needed and (time.monotonic() < end or self.may_wait(1, request.labels)):  # sooner: its node was lost
+            slots = self.source.wait(request, min(end, time.monotonic() + look_s))
+            while not slots and needed and (time.monotonic() < end or self.may_wait(width, request.labels)):  # sooner: its node was lost
                 if request.labels and labels() != request.labels:
                     self.withdraw([request])
-                    [request] = self.ask(1, labels=labels())
-                grant = self.source.wait(request, min(max(end, time.monotonic() + PREFERRED_S), time.monotonic() + look_s))
-            if grant is None:
+                    [request] = self.ask(1, labels=labels(), width=width)
+                slots = self.source.wait(request, min(max(end, time.monotonic() + PREFERRED_S), time.monotonic() + look_s))
+            if not slots:
                 self.withdraw([request])
             else:
-                leases.append(self._granted(request, grant, kind))
+                granted = self._granted(request, slots, kind)
+                leases += granted
                 began_s = time.monotonic()
-                use(leases[-1])
+                use(granted)
                 granted_s = time.monotonic()
                 used_s += granted_s - began_s
         seconds = time.monotonic() - start
         self.waited_s += seconds - used_s
-        if len(leases) < need:
+        if len(leases) < need * width:
             where = f" on nodes labelled {labels()}" if labels() else ""
-            missing = f"{kind} needs {need} × {self.bundle}{where} and got {len(leases)} within {seconds:.0f} s; {self.availability()}"
+            each = f"{width} × {self.bundle} of one node" if width > 1 else f"{self.bundle}"
+            got = f"got {len(leases) // width} within {seconds:.0f} s"
+            missing = f"{kind} needs {need} × {each}{where} and {got}; {self.availability()}"
             self.release(leases)
             raise RunError(missing)
         return leases
@@ -168,60 +183,31 @@ class LeaseManager:
         self,
         count: int,
         kind: str,
-        asked: list[LeaseRequest] | None = None,
+        asked: list[SlotRequest] | None = None,
         need: int | None = None,
         wait_s: float = 0.0,
         labels: Labels = dict,
-        use: Callable[[Lease], object] = lambda lease: None,
+        use: Callable[[list[Lease]], object] = lambda leases: None,
+        width: int = 1,
+        returns: Iterable[Lease] = (),
     ) -> list[Lease]:
-        """Request and collect `count` slots, of which `need` (default: all) must be granted within the lease deadline.
+        """Request and collect `count` times `width` slots, of which `need` (default: all) must be granted within the lease deadline.
 
         Args:
             asked: requests for preferred nodes, see `ask_preferred`; more than `count` are withdrawn. It waits for them briefly (half
-                of `wait_s` if `need` is 0). Missing slots are then requested on any node, for a cold start.
+                of `wait_s` if `need` is 0). What is missing is then requested on any node, for a cold start.
             labels: required of every slot's node.
             use: see `collect`.
+            returns: see `ask`.
         """
         need = count if need is None else need
         first, surplus = (asked or [])[:count], (asked or [])[count:]
         self.withdraw(surplus)
         leases = self.collect(first, kind, PREFERRED_S if need else wait_s / 2, use=use)
-        if len(leases) < count:
-            requests = self.ask(count - len(leases), labels=labels())
+        if (got := len(leases) // width) < count:
+            requests = self.ask(count - got, labels=labels(), width=width, returns=returns)
             leases = self.collect(requests, kind, wait_s / 2 if first else wait_s, need, leases, use, labels)
         return leases
-
-    def take_together(
-        self, count: int, kind: str, spare: list[Lease], prefer: set[str], find_labels: Labels, need: bool, wait_s: float
-    ) -> tuple[list[Lease], list[Lease]]:
-        """Return `count` leases of one node, all or none, and what is left of `spare`, held leases that may be among them.
-
-        Nodes are tried in turn: first those with parked instances (`prefer`), then those with many spare leases. If the leases are
-        needed, this is repeated until the lease deadline, see `try_again`.
-        """
-        start = time.monotonic()
-        end = start + (self.deadline_s if need else wait_s)
-        while True:
-            labels = find_labels()
-            spare_on_node = Counter(lease.slot.node for lease in spare)
-            room = Counter(self.nodes.slots(labels))
-            elsewhere = [lease for lease in self.held.values() if lease not in spare]
-            room.subtract(lease.slot.node for lease in elsewhere)
-            for node in sorted((node for node in room if room[node] >= count), key=lambda node: (node not in prefer, -spare_on_node[node])):
-                share = [lease for lease in spare if lease.slot.node == node][:count]
-                missing = count - len(share)
-                wait = min(PREFERRED_S, max(0.0, end - time.monotonic()))
-                got = self.collect(self.ask(missing, [node] * missing, labels), kind, wait)
-                if len(got) == missing:
-                    return [*share, *got], [lease for lease in spare if lease not in share]
-                self.release(got)
-                if time.monotonic() >= end:
-                    break
-            if not need:
-                return [], spare
-            where = "one node" + (f" labelled {labels}" if labels else "")
-            self.try_again(start, spare, f"{kind} needs {count} × {self.bundle} on {where}", count, labels)
-            spare = []
 
     def try_again(self, start_s: float, leases: list[Lease], wanted: str, count: int, labels: dict[str, str]) -> None:
         """Release leases that were not enough for work that needs several at once, and pause before the next attempt.
@@ -237,37 +223,37 @@ class LeaseManager:
         STOP.check()
         time.sleep(random.uniform(0.2, 1.0))
 
-    def with_room(self, nodes: list[str]) -> list[str]:
-        """Return those of `nodes` that are alive and have free slots beyond the leases held, each once per free slot."""
+    def with_room(self, nodes: list[str], width: int = 1) -> list[str]:
+        """Return those of `nodes` that are alive and have `width` slots beyond the leases held, each as often as that."""
         room = Counter(self.nodes.slots({})) if nodes else Counter()
         room.subtract(lease.slot.node for lease in self.held.values())
         nodes_with_room = []
         for node in nodes:
-            if room[node] > 0:
-                room[node] -= 1
+            if room[node] >= width:
+                room[node] -= width
                 nodes_with_room.append(node)
         return nodes_with_room
 
-    def reachable(self) -> set[tuple[str, str]] | None:
-        """Return the nodes and devices on which parked processes of this run could work; None if Ray's queue does not tell.
+    def reachable(self) -> set[tuple[str, str]]:
+        """Return the nodes and devices on which parked processes of this run could work.
 
-        These are devices that it holds, and of a shared pool those that no run holds or that other runs hold beyond their shares.
+        These are devices that it holds, that no run holds, or that other runs hold beyond their shares.
         """
-        if (due := self.source.warm_due()) is None:
-            return None
-        return set(due).union(*(lease.slot.places for lease in self.held.values()))
+        view = self.source.look()  # it may be older than the last release
+        return {*view.warm_free, *view.warm_lent}.union(*(lease.slot.places for lease in self.held.values()))
 
-    def may_wait(self, count: int, labels: dict[str, str]) -> bool:
+    def may_wait(self, count: int, labels: Mapping[str, str]) -> bool:
         """Return whether needed slots may come after their deadline: a node has `count` of them, and other runs may hold these."""
         return any(slots >= count for slots in self.nodes.slots(labels).values()) and self.source.may_wait()
 
-    def _granted(self, request: LeaseRequest, grant: Grant, kind: str) -> Lease:
+    def _granted(self, request: SlotRequest, slots: list[PoolSlot], kind: str) -> list[Lease]:
         self.pending.pop(request.id, None)
-        lease = Lease(grant.id, Slot(grant.node, grant.device))
-        self.held[lease.id] = lease
-        self.granted += 1
-        self.ledger.hold(lease.id, grant.node, str(grant.device), kind, "", request.from_s)
-        return lease
+        leases = [Lease(id, Slot(slot.node, slot.device)) for id, slot in zip(request.ids, slots, strict=True)]
+        for lease, slot in zip(leases, slots, strict=True):
+            self.held[lease.id] = lease
+            self.granted += 1
+            self.ledger.hold(lease.id, slot.node, str(slot.device), kind, "", slot.granted_s)
+        return leases
 
     # ---- giving back ------------------------------------------------------------------------------------------
 
@@ -276,19 +262,25 @@ class LeaseManager:
         lease.holder = instance
         self.ledger.hold(lease.id, lease.slot.node, str(lease.slot.device), kind, instance)
 
-    def release(self, leases: list[Lease]) -> None:
+    def release(self, leases: Iterable[Lease]) -> None:
         """Return leases, once the devices are empty."""
-        for lease in leases:
+        self.source.release(self._let_go(leases))
+
+    def _let_go(self, leases: Iterable[Lease]) -> list[str]:
+        """End leases in the ledger, and return the ids of those whose slots the run may use again. Slots of lost nodes are released."""
+        ending = list(leases)
+        for lease in ending:
             lease.wait_until_left()
-        held = [lease for lease in leases if self.held.pop(lease.id, None) is not None]
+        held = [lease for lease in ending if self.held.pop(lease.id, None) is not None]
         for lease in held:
             self.ledger.release(lease.id)
-        going = self.nodes.known_going()
-        self.source.release([lease.id for lease in held if lease.slot.node not in going])
-        self.source.drop([lease.id for lease in held if lease.slot.node in going])
+        going = self.nodes.known_going() if held else set()
+        self.source.release([lease.id for lease in held if lease.slot.node in going], avoids=True)
+        return [lease.id for lease in held if lease.slot.node not in going]
 
-    def withdraw(self, requests: list[LeaseRequest]) -> None:
-        self.source.withdraw([request for request in requests if self.pending.pop(request.id, None) is not None])
+    def withdraw(self, requests: list[SlotRequest]) -> None:
+        gone = [request for request in requests if self.pending.pop(request.id, None) is not None]
+        self.source.release([id for request in gone for id in {request.id, *request.ids}])
 
     def release_all(self) -> None:
         """Release everything, at the end of a run."""

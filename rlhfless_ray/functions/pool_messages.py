@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from placement.market import Bid
 
-MESSAGES = 3  # version of these messages and of `SlotPool.status`: the pool refuses runs with another one
+MESSAGES = 4  # version of these messages and of `SlotPool.status`: the pool refuses runs with another one
 OTHER_VERSION = (
     "the runs on this cluster use another version of rlhfless-ray, whose slot pool does not understand this run; "
     "use the same version, wait until those runs have ended, or set cluster.pool to false"
@@ -38,13 +38,22 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """A request for one slot, on a node (any if empty) that has these labels, or for this device of the node."""
+    """A request for `width` slots of one node, all or none. The node is any if empty, and has these labels.
+
+    `device`: the only one that is of use, on GPU. `run`: set by the run's source.
+    """
 
     id: str
-    run: str
+    run: str = ""
     node: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     device: int | str | None = None
+    width: int = 1
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the leases of its slots."""
+        return (self.id,) if self.width == 1 else tuple(f"{self.id}.{number}" for number in range(self.width))
 
 
 @dataclass
@@ -54,12 +63,16 @@ class PoolSlot:
     id: str
     node: str
     device: int | str
-    group: Any = None
+    group: Hashable = None
     holder: str = ""  # name of the run; empty: free
-    request: str = ""  # id of the request that it was granted for
+    request: str = ""  # id of the lease that it was granted for
     since_s: float = 0.0  # time of the last hand-over
     granted_s: float = 0.0  # the same in wall-clock time; of a slot that the run uses, when its ledger began
     last: str = ""  # name of the run that held it before
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.node, str(self.device)
 
 
 @dataclass(frozen=True)
@@ -70,16 +83,16 @@ class PoolView:
     to which processes with state of those runs must return.
     """
 
-    slots: int
-    runs: int
-    held: int
-    target: int
-    surplus: int
-    price: float
-    reason: str
-    slot_s: float
-    lent_slot_s: float
-    borrowed_slot_s: float
+    slots: int = 0
+    runs: int = 1
+    held: int = 0
+    target: int = 0
+    surplus: int = 0
+    price: float = 0.0
+    reason: str = ""
+    slot_s: float = 0.0
+    lent_slot_s: float = 0.0
+    borrowed_slot_s: float = 0.0
     others: Mapping[str, int] = field(default_factory=dict)  # slots of the other runs that hold any
     waiting: tuple[str, ...] = ()  # other runs below their target that want slots
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
@@ -117,13 +130,13 @@ class Statement:
     Attributes:
         session: a new id whenever the run joins. Statements of earlier sessions no longer count.
         wants: requests whose slots the run does not know yet, oldest first.
-        holds: ids of the requests whose slots the run has.
+        holds: ids of its leases.
         bid: the value of slots to the run. None: it has made no bid yet.
         avoids: ids of nodes that the run found lost or drained. Ray may not know that yet.
         parked_mb: memory of its parked processes in MB, by node id.
         warm: nodes and devices to which parked processes of it are bound, on GPU.
         gives_s: seconds in which it expects to give back slots that others wait for. None: unknown.
-        paid_s: leased seconds by request id, of ended requests whose end the pool may not know.
+        paid_s: leased seconds by lease id, of ended requests whose end the pool may not know.
     """
 
     run: str
@@ -143,7 +156,7 @@ class Statement:
 class Reply:
     """The pool's reply to a statement.
 
-    `granted`: slots of requests that the run has not confirmed yet, by request id. `number`: number of the newest statement that the pool
+    `granted`: slots that the run has not confirmed yet, by lease id. `number`: number of the newest statement that the pool
     has read.
     """
 
@@ -159,7 +172,7 @@ class RunSlots:
     def __init__(self, run: str) -> None:
         self.run = run
         self.wants: dict[str, SlotRequest] = {}
-        self.held: dict[str, PoolSlot] = {}  # by request id
+        self.held: dict[str, PoolSlot] = {}  # by lease id
         self.bid: Bid | None = None
         self.avoids: frozenset[str] = frozenset()
         self.parked_mb: Mapping[str, float] = {}
@@ -189,17 +202,17 @@ class RunSlots:
         if reply.session != self.session:
             return
         self.paid_s = {id: ended for id, ended in self.paid_s.items() if ended[1] >= reply.number}
-        for id, slot in reply.granted.items():
-            if self.wants.pop(id, None) is not None:
-                self.held[id] = slot
+        for request in [one for one in self.wants.values() if all(id in reply.granted for id in one.ids)]:
+            del self.wants[request.id]
+            self.held |= {id: reply.granted[id] for id in request.ids}
 
     def end(self, ids: Iterable[str], ended_s: float = 0.0) -> None:
-        """Withdraw requests, granted or not. `ended_s`: wall-clock time at which the run's ledger of their slots ended; 0: it used none."""
+        """End leases, and withdraw requests. `ended_s`: wall-clock time at which the run's ledger of their slots ended; 0: it used none."""
         for id in ids:
             self.wants.pop(id, None)
             slot = self.held.pop(id, None)
             self.paid_s[id] = max(0.0, ended_s - slot.granted_s) if slot is not None else 0.0, self.number
 
     def avoid(self, ids: Iterable[str]) -> None:
-        """Request no more slots on the nodes of these granted requests."""
+        """Request no more slots on the nodes of these leases."""
         self.avoids |= {self.held[id].node for id in ids}

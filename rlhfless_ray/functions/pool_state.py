@@ -4,56 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import replace
 
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots, exact_slots
-from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
+from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, RunInfo, SlotRequest, Statement
+from rlhfless_ray.functions.pool_runs import PastRun, PoolRun
 
 # A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update.
 # Ray takes up to 0.8 s to grant a slot again, and 10 ms or more to name its device.
 IDLE_S = 30.0
+SOUGHT_S = 1.0  # the least such time on a node of which a run wants one device, or several at once: until Ray has granted the others
 WARM_IDLE_S = 300.0  # the same for a device to which parked processes are bound: on another one a process has to start
 RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
 HEARD_S = 5.0  # a run with a message in this time is alive: it sends one every second
 HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
 MAX_PAST = 1000  # number of ended runs whose cost is kept
-
-
-@dataclass
-class PoolRun:
-    info: RunInfo
-    session: str
-    bid: Bid
-    heard_s: float
-    joined_s: float
-    number: int = 0  # number of its newest statement
-    has_bid: bool = False  # False while its processes start; it can give nothing back until then
-    holds: frozenset[str] = frozenset()  # ids of the requests whose slots it has confirmed
-    avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
-    parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
-    warm: frozenset[tuple[str, str]] = frozenset()  # nodes and devices to which parked processes are bound
-    gives_at_s: float | None = None  # when it expects to give back slots that others wait for
-    held_since_s: float = 0.0
-    waits_since_s: float | None = None  # time since which it has fewer slots than it can work with; reset RECENT_S after a withdrawal
-    withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
-    withdrew: SlotRequest | None = None  # that request
-    homes: set[tuple[str, str]] = field(default_factory=set)  # devices for which processes with state have asked
-    slot_s: float = 0.0  # slot-seconds that it has paid for
-    today_slot_s: float = 0.0  # those of the state's day
-    lent_slot_s: float = 0.0
-    borrowed_slot_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class PastRun:
-    """A run that has ended, and the slot-seconds that it paid for, in all and in the state's day."""
-
-    info: RunInfo
-    joined_s: float
-    ended_s: float
-    slot_s: float
-    today_slot_s: float = 0.0
 
 
 class PoolState:
@@ -62,6 +28,7 @@ class PoolState:
     def __init__(self, now_s: float) -> None:
         self.runs: dict[str, PoolRun] = {}
         self.slots: dict[str, PoolSlot] = {}
+        self.leased: dict[str, PoolSlot] = {}  # those that runs hold, by lease id
         self.requests: dict[str, SlotRequest] = {}  # oldest first
         self.nodes: dict[str, tuple[int, Mapping[str, str]]] = {}  # id → slots and labels
         self.credits = Credits()
@@ -116,20 +83,20 @@ class PoolState:
                 gone.append(slot.id)
             else:
                 known.last = info.run  # not a hand-over
-                self._give(known, SlotRequest(slot.request, info.run), now_s)
+                self._give(known, info.run, slot.request, now_s)
         self._cleared = None
         return gone
 
     def leave(self, run: str, now_s: float) -> None:
         """Remove a run: free its slots and withdraw its requests."""
-        self._account(now_s)
+        self.account(now_s)
         known = self.runs.pop(run, None)
         if known is None:
             return
         self.requests = {id: request for id, request in self.requests.items() if request.run != run}
         for slot in self.slots.values():
             if slot.holder == run:
-                _free(slot, now_s)
+                self._free(slot, now_s)
         self.past = [*self.past, PastRun(known.info, known.joined_s, now_s, known.slot_s, known.today_slot_s)][-MAX_PAST:]
         balance = {name: amount for name, amount in self.credits.balance.items() if name != run}
         self.credits, self._cleared = Credits(balance), None
@@ -145,17 +112,12 @@ class PoolState:
         run.gives_at_s = None if statement.gives_s is None else now_s + statement.gives_s
         known = [request.id for request in self.requests.values() if request.run == statement.run]
         known += [slot.request for slot in self.slots.values() if slot.holder == statement.run]
-        self.release(set(known) - run.holds - {request.id for request in statement.wants}, now_s, statement.paid_s)
+        wanted = {id for request in statement.wants for id in (request.id, *request.ids)}
+        self.release(set(known) - run.holds - wanted, now_s, statement.paid_s)
         for request in statement.wants:
             self.ask(request, now_s)
         if statement.bid is not None:
             self.bid(statement.bid, now_s)
-
-    def reply(self, run: str, now_s: float) -> Reply:
-        """Return the slots that a run has not confirmed, and its view of the pool."""
-        mine = [slot for slot in self.slots.values() if slot.holder == run and slot.request not in self.runs[run].holds]
-        granted = {slot.request: replace(slot) for slot in mine}
-        return Reply(self.runs[run].session, granted, self.view(run, now_s), self.runs[run].number)
 
     def silent(self, now_s: float) -> list[RunInfo]:
         """Return the runs that have sent nothing for too long."""
@@ -169,13 +131,13 @@ class PoolState:
     def begin_day(self, day: int, now_s: float) -> None:
         """Count what runs pay today from 0, unless it is that day already."""
         if day != self.day:
-            self._account(now_s)
+            self.account(now_s)
             self.day, self.past = day, [replace(past, today_slot_s=0.0) for past in self.past]
             for run in self.runs.values():
                 run.today_slot_s = 0.0
 
     def bid(self, bid: Bid, now_s: float) -> None:
-        self._account(now_s)
+        self.account(now_s)
         run, bid = self.runs[bid.run], self._entitled(bid)
         if run.bid != bid or not run.has_bid:
             run.bid, run.has_bid, self._cleared = bid, True, None
@@ -187,50 +149,46 @@ class PoolState:
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
-    def granted(self, id: str) -> PoolSlot | None:
-        """Return the slot that was granted for a request, if a run still holds it."""
-        return next((slot for slot in self.slots.values() if slot.request == id and slot.holder), None)
-
     def ask(self, request: SlotRequest, now_s: float) -> None:
         """Add a request, unless it is known or granted already: a call may be repeated."""
-        if self.granted(request.id) is not None:
+        if request.ids[0] in self.leased:
             return
         run = self.runs[request.run]
         self.requests.setdefault(request.id, request)
         if request.device is not None:
-            run.homes.add(_place(request))
+            run.homes.add((request.node, str(request.device)))
         if self._lacks(run, self.held(request.run)) and run.waits_since_s is None:
             run.waits_since_s, self._cleared = now_s, None
 
     def release(self, ids: Iterable[str], now_s: float, paid_s: Mapping[str, float] | None = None) -> None:
-        """End requests, and free the slots granted for them. The call may be repeated, because each grant has a new id.
+        """Withdraw requests, and end leases. The call may be repeated, because each request has a new id.
 
         `paid_s`: see `Statement`.
         """
-        self._account(now_s)
+        self.account(now_s)
         for id in ids:
             if (request := self.requests.pop(id, None)) is not None:
                 self.runs[request.run].withdrew_s, self.runs[request.run].withdrew = now_s, request
-            elif (slot := self.granted(id)) is not None:
+            elif (slot := self.leased.get(id)) is not None:
                 self._bill_as_its_ledger(slot, now_s, (paid_s or {}).get(id, math.inf))
-                _free(slot, now_s)
+                self._free(slot, now_s)
                 self._cleared = None
 
     def put(self, slot: PoolSlot, now_s: float) -> None:
         """Add a free slot that Ray has granted."""
-        self._account(now_s)
+        self.account(now_s)
         slot.since_s = now_s
         self.slots[slot.id] = slot
 
     def match(self, now_s: float) -> list[PoolSlot]:
         """Grant free slots: first to runs below their target, then to other requests, except for slots kept for runs below target."""
-        self._account(now_s)
-        wanting, held = self._wanting(now_s), self._held()
+        self.account(now_s)
+        wanting, held = self._wanting(now_s), self.held_by_run()
         for name, run in self.runs.items():
             if run.waits_since_s is not None and not (name in wanting and self._lacks(run, held[name])):
                 run.waits_since_s = self._cleared = None
         granted: list[PoolSlot] = []
-        free = [slot for slot in self.slots.values() if not slot.holder]
+        free = self.free
         if not free or not self.requests:
             return granted
         targets = self.clearing().slots
@@ -240,22 +198,29 @@ class PoolState:
             return held[run] < targets[run]
 
         while free:
-            pausing = sum(max(0, targets[name] - held[name]) for name in pauses)
-            slot = None
+            pausing, found = sum(max(0, targets[name] - held[name]) for name in pauses), list[PoolSlot]()
             for request in sorted(self.requests.values(), key=lambda request: not below(request.run)):
-                if not below(request.run) and len(free) <= pausing:
-                    continue
-                fitting = [slot for slot in free if self._fits(request, slot)]
-                slot = min(fitting, key=lambda slot: self._preference(slot, request.run), default=None)
-                if slot is not None:
+                if (below(request.run) or len(free) - request.width >= pausing) and (found := self._choose(request, free)):
                     break
-            if slot is None:
+            if not found:
                 break
-            self._give(slot, self.requests.pop(request.id), now_s)
-            held[request.run] += 1
-            free.remove(slot)
-            granted.append(slot)
+            del self.requests[request.id]
+            for slot, id in zip(found, request.ids, strict=True):
+                self._give(slot, request.run, id, now_s)
+                free.remove(slot)
+            held[request.run] += request.width
+            granted += found
         return granted
+
+    def _choose(self, request: SlotRequest, free: Iterable[PoolSlot]) -> list[PoolSlot]:
+        """Return those of the free slots that a request gets: the best ones of one node, or none."""
+        by_node: dict[str, list[tuple[tuple[bool | int, ...], int, PoolSlot]]] = {}
+        used = {slot.group for slot in self.leased.values()}
+        for number, slot in enumerate(free):
+            if self.fits(request, slot):
+                by_node.setdefault(slot.node, []).append((self._preference(slot, request.run, used), number, slot))
+        enough = [sorted(slots)[: request.width] for slots in by_node.values() if len(slots) >= request.width]
+        return [slot for *_, slot in min(enough, default=[])]
 
     def idle(self, now_s: float, idle_s: float = IDLE_S, *, keeps_warm: bool = True) -> list[PoolSlot]:
         """Return the slots that `match` has left and that should go back to Ray: unused for `idle_s`, or on nodes that a run avoids.
@@ -264,20 +229,22 @@ class PoolState:
         """
         avoided = {node for run in self.runs.values() for node in run.avoids}
         warm = {place for run in self.runs.values() for place in run.warm} if keeps_warm else set()
-        free = [slot for slot in self.slots.values() if not slot.holder]
-        limits_s = [WARM_IDLE_S if _place(slot) in warm else idle_s for slot in free]
+        free, particular = self.free, [one for one in self.requests.values() if one.device is not None or one.width > 1]
+        sought = {node for node in {slot.node for slot in free} if any(self.may_use(request, node) for request in particular)}
+        limits_s = [WARM_IDLE_S if slot.place in warm else max(idle_s, SOUGHT_S) if slot.node in sought else idle_s for slot in free]
         return [one for one, limit_s in zip(free, limits_s, strict=True) if now_s - one.since_s > limit_s or one.node in avoided]
 
     def drop(self, id: str, now_s: float) -> None:
         """Forget a slot that went back to Ray, or whose node is gone."""
-        self._account(now_s)
-        if self.slots.pop(id, None) is not None:
+        self.account(now_s)
+        if (slot := self.slots.pop(id, None)) is not None:
+            self.leased.pop(slot.request, None)
             self._cleared = None
 
     def set_nodes(self, nodes: dict[str, tuple[int, Mapping[str, str]]], now_s: float) -> list[PoolSlot]:
         """Set the cluster's nodes: id → slots and labels. Returns the slots of nodes that are gone, which are dropped."""
         if nodes != self.nodes:
-            self._account(now_s)
+            self.account(now_s)
             self.nodes, self._cleared = nodes, None
         gone = [slot for slot in self.slots.values() if slot.node not in nodes]
         for slot in gone:
@@ -291,11 +258,15 @@ class PoolState:
         """Number of slots of the cluster."""
         return max(sum(count for count, _ in self.nodes.values()), len(self.slots))
 
-    def held(self, run: str) -> int:
-        return sum(slot.holder == run for slot in self.slots.values())
+    @property
+    def free(self) -> list[PoolSlot]:
+        return [slot for slot in self.slots.values() if not slot.holder]
 
-    def _held(self) -> Counter[str]:
-        return Counter([slot.holder for slot in self.slots.values() if slot.holder])
+    def held(self, run: str) -> int:
+        return sum(slot.holder == run for slot in self.leased.values())
+
+    def held_by_run(self) -> Counter[str]:
+        return Counter(slot.holder for slot in self.leased.values())
 
     def clearing(self) -> Clearing:
         """Return the targets of all runs.
@@ -309,7 +280,7 @@ class PoolState:
 
     def cleared(self, bids: list[Bid]) -> Clearing:
         """Return the division of the slots with these bids."""
-        held, size, present, left = self._held(), self.size, [], self.size
+        held, size, present, left = self.held_by_run(), self.size, [], self.size
         for bid in sorted(bids, key=lambda bid: self._turn(bid.run, held)):
             if bid.slots[0] <= left:
                 present.append(bid)
@@ -341,7 +312,7 @@ class PoolState:
 
     def waiting(self, now_s: float) -> dict[str, int]:
         """Return {run: slots} of the runs below their target that want slots, or wanted some a moment ago."""
-        targets, held = self.clearing().slots, self._held()
+        targets, held = self.clearing().slots, self.held_by_run()
         return {name: missing for name in self._wanting(now_s) if (missing := targets[name] - held[name]) > 0}
 
     def _wanting(self, now_s: float) -> set[str]:
@@ -349,124 +320,41 @@ class PoolState:
         recent = {name for name, run in self.runs.items() if now_s - run.withdrew_s <= RECENT_S}
         return recent | {request.run for request in self.requests.values()}
 
-    def view(self, run: str, now_s: float) -> PoolView:
-        self._account(now_s)
-        known, cleared, held = self.runs[run], self.clearing(), self.held(run)
-        waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
-        surplus, wanted = self._surplus(run, held - cleared.slots[run], waiting)
-        parked_mb: dict[str, float] = {}
-        due = []
-        for name, other in self.runs.items():
-            if name != run:
-                for node, kept_mb in other.parked_mb.items():
-                    parked_mb[node] = parked_mb.get(node, 0.0) + kept_mb
-                if other.gives_at_s is not None and (above := self.held(name) - cleared.slots[name]) > 0:
-                    due.append((max(0.0, other.gives_at_s - now_s), above))
-        return PoolView(
-            self.size,
-            len(self.runs),
-            held,
-            cleared.slots[run],
-            surplus,
-            cleared.price,
-            cleared.reasons[run],
-            known.slot_s,
-            known.lent_slot_s,
-            known.borrowed_slot_s,
-            {name: count for name, count in self._held().items() if name != run},
-            tuple(sorted(waiting)),
-            parked_mb,
-            tuple(sorted(due)),
-            wanted,
-            known.today_slot_s,
-            self.day,
-            self._warm_free(run),
-            self._lent(run),
-        )
-
-    def _warm_free(self, run: str) -> tuple[tuple[str, str], ...]:
-        """Return the devices of a run's parked processes that no run holds, also those that went back to Ray."""
-        held = {_place(slot) for slot in self.slots.values() if slot.holder}
-        return tuple(sorted(place for place in self.runs[run].warm - held if place[0] in self.nodes))
-
-    def _lent(self, run: str) -> tuple[tuple[str, str], ...]:
-        """Return the devices of a run's parked processes that other runs hold beyond their shares. These are asked for them first."""
-        warm, by_holder = self.runs[run].warm, dict[str, list[tuple[str, str]]]()
-        for slot in self.slots.values():
-            if slot.holder not in ("", run) and _place(slot) in warm:
-                by_holder.setdefault(slot.holder, []).append(_place(slot))
-        if not by_holder:
-            return ()
-        held = self._held()
-        entitled = entitled_slots(self.size, [known.bid for known in self.runs.values()], held, self.credits)
-        beyond = {name: max(0, held[name] - entitled[name]) for name in by_holder}
-        return tuple(place for name, places in sorted(by_holder.items()) for place in sorted(places)[: beyond[name]])
-
-    def _surplus(self, run: str, above: int, waiting: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
-        """Return how many slots a run should give back to runs that wait, and the requests of its slots that these could use.
-
-        `above`: slots above its target. `waiting`: slots that each of them lacks. A learner waits for the node of its state, on GPU for its
-        device, and engines may wait for a label. The run also gives back a device below its target, because it can use any other one
-        instead, unless its own learner returns to it. Prefer slots where a waiting run has parked engines. Name only these if they suffice,
-        and no more of them than that run lacks if several runs wait.
-        """
-        homes, held, count = self.runs[run].homes, [slot for slot in self.slots.values() if slot.holder == run], 0
-        needed, usable, named = set[str](), set[str](), set[str]()
-        for name, missing in waiting.items():
-            asked = {(one.node, one.device, *one.labels.items()): one for one in self._asked(name)}.values()
-            fitting = [slot for slot in held if any(self._fits(one, slot) for one in asked)]
-            count += min(missing, len(fitting))
-            usable |= {slot.request for slot in fitting}
-            fitting.sort(key=lambda slot: _place(slot) in homes)
-            warm = [slot.request for slot in fitting if _place(slot) in self.runs[name].warm and slot.request not in named]
-            if len(warm) < missing:
-                named |= {slot.request for slot in fitting}
-            else:
-                named |= set(warm if len(waiting) == 1 else warm[:missing])
-            bound = [one for one in asked if one.device is not None]
-            foreign = [slot for slot in fitting if _place(slot) not in homes]
-            needed |= {slot.request for slot in foreign if any(self._fits(one, slot) for one in bound)}
-        surplus = max(0, min(above, count))
-        if len(needed) > surplus:
-            return len(needed), tuple(sorted(needed))
-        return surplus, tuple(sorted(named if len(named) >= surplus else usable)) if surplus else ()
-
-    def _asked(self, run: str) -> list[SlotRequest]:
-        """Return the requests of a run, or the one that it withdrew last."""
-        known = self.runs[run].withdrew
-        return [request for request in self.requests.values() if request.run == run] or ([known] if known is not None else [])
-
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
-        labels = self.nodes.get(slot.node, (0, {}))[1]
-        if slot.node in self.runs[request.run].avoids or request.node not in ("", slot.node) or request.device not in (None, slot.device):
+    def may_use(self, request: SlotRequest, node: str) -> bool:
+        """Return whether slots of a node are of use for a request."""
+        labels = self.nodes.get(node, (0, {}))[1]
+        if node in self.runs[request.run].avoids or request.node not in ("", node):
             return False
         return all(labels.get(name) == value for name, value in request.labels.items())
 
-    def _preference(self, slot: PoolSlot, run: str) -> tuple[bool, bool, int, bool]:
-        """Return how a run ranks a slot, the best first.
+    def fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
+        return request.device in (None, slot.device) and self.may_use(request, slot.node)
+
+    def _preference(self, slot: PoolSlot, run: str, used: Collection[Hashable]) -> tuple[bool | int, ...]:
+        """Return how a run ranks a slot, the best first. `used`: groups of which a run holds slots.
 
         It leaves other runs the devices of their learners, and prefers those to which parked processes of its own are bound: on any other
-        one a process has to start. Then it prefers devices without other runs' processes, then those that it held last.
+        one a process has to start. Then it prefers devices without other runs' processes, then those of used groups, because Ray gets
+        only unused ones back, then those that it held last.
         """
-        place = _place(slot)
+        place = slot.place
         others = sum(place in other.warm for name, other in self.runs.items() if name != run)
-        return self._is_home(slot, run), place not in self.runs[run].warm, others, slot.last != run
+        return self._is_home(slot, run), place not in self.runs[run].warm, others, slot.group not in used, slot.last != run
 
     def _is_home(self, slot: PoolSlot, run: str) -> bool:
         """Return whether processes of another run return to this device."""
-        return any(_place(slot) in other.homes for name, other in self.runs.items() if name != run)
+        return any(slot.place in other.homes for name, other in self.runs.items() if name != run)
 
     def has_device(self, request: SlotRequest) -> bool:
         """Return whether the device that a request names is in the pool already, so that Ray need not be asked for it."""
         home = request.node, request.device
         return request.device is not None and any((slot.node, slot.device) == home for slot in self.slots.values())
 
-    def _give(self, slot: PoolSlot, request: SlotRequest, now_s: float) -> None:
-        run = request.run
+    def _give(self, slot: PoolSlot, run: str, lease: str, now_s: float) -> None:
         self.handovers += slot.last not in ("", run)
-        slot.holder, slot.request, slot.since_s = run, request.id, now_s
+        slot.holder, slot.request, slot.since_s, self.leased[lease] = run, lease, now_s, slot
         known = self.runs[run]
         known.withdrew_s = -float("inf")
         held = self.held(run)
@@ -476,18 +364,22 @@ class PoolState:
             known.waits_since_s = None
         self._cleared = None
 
+    def _free(self, slot: PoolSlot, now_s: float) -> None:
+        del self.leased[slot.request]
+        slot.holder, slot.request, slot.since_s, slot.last = "", "", now_s, slot.holder
+
     def _bill_as_its_ledger(self, slot: PoolSlot, now_s: float, paid_s: float) -> None:
         """Deduct the time between a slot's end in the run's ledger and the pool's notice of it."""
         run, more_s = self.runs[slot.holder], max(0.0, now_s - slot.since_s - paid_s)
         run.slot_s, run.today_slot_s = run.slot_s - more_s, max(0.0, run.today_slot_s - more_s)
         self.free_slot_s += more_s
 
-    def _account(self, now_s: float) -> None:
+    def account(self, now_s: float) -> None:
         """Bill the time since the last change: each slot has one payer, the run that holds it, or the pool."""
         seconds, self._at_s = now_s - self._at_s, now_s
         if seconds <= 0 or not self.slots:
             return
-        held = self._held()
+        held = self.held_by_run()
         for name, count in held.items():
             self.runs[name].slot_s += count * seconds
             self.runs[name].today_slot_s += count * seconds
@@ -502,11 +394,3 @@ class PoolState:
                 run.borrowed_slot_s += max(0.0, -changed)
                 if self.credits.turns(name) != before.turns(name):
                     self._cleared = None
-
-
-def _place(slot: PoolSlot | SlotRequest) -> tuple[str, str]:
-    return slot.node, str(slot.device)
-
-
-def _free(slot: PoolSlot, now_s: float) -> None:
-    slot.holder, slot.request, slot.since_s, slot.last = "", "", now_s, slot.holder

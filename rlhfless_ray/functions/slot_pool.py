@@ -11,50 +11,29 @@ import os
 import signal
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.market import Bid, Clearing
 from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.cost_record import load_costs, save_costs, today
 from rlhfless_ray.functions.lease import LOOKING_SHARE
-from rlhfless_ray.functions.pool_messages import (
-    MESSAGES,
-    OTHER_VERSION,
-    SILENT_S,
-    PoolSlot,
-    PoolView,
-    Reply,
-    RunInfo,
-    SlotRequest,
-    Statement,
-)
-from rlhfless_ray.functions.pool_state import IDLE_S, PastRun, PoolState
-from rlhfless_ray.functions.slot_source import (
-    POOL_PREFIX,
-    RESERVED_S,
-    device_ids,
-    device_named,
-    is_reserving,
-    others_wait,
-    request_group,
-    tasks_wait,
-)
+from rlhfless_ray.functions.node_groups import POLL_S, POOL_PREFIX, NodeGroup, others_wait, tasks_wait
+from rlhfless_ray.functions.pool_core import LOOK_S, PoolCore
+from rlhfless_ray.functions.pool_messages import MESSAGES, OTHER_VERSION, SILENT_S, PoolSlot, PoolView, Reply, RunInfo, Statement
+from rlhfless_ray.functions.pool_runs import PastRun
+from rlhfless_ray.functions.pool_state import IDLE_S
+from rlhfless_ray.functions.pool_view import reply_to, view_of
 
 NAMESPACE = "rlhfless"
 RESOURCES = ("cpu", "gpu")
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
-LOOK_S = 1.0  # interval at which it looks at the cluster's nodes
-POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
-LOOKS_PER_S = 200  # largest total number of such looks per second, because the pool answers no run during a look
-NAMING_S = 20.0  # timeout for the name of a device: starting a process for it takes 5 s on busy cores
 TASK_WAITS_S = 2.0  # a slot that no run takes for this long goes back to Ray if a task waits, whether or not the task could use it
 SAVE_S = 10.0  # interval at which it stores what it has counted: if it dies, the hand-overs and free slots since then are not counted
 EMPTY_S = 5.0  # a pool that no run has joined for so long ends
@@ -65,48 +44,40 @@ class UnknownRun(Exception):
 
 
 class SlotPool:
-    """The actor. Its state is a `PoolState`; here are only the calls of Ray. All methods run on one event loop."""
+    """The actor around a `PoolCore`. All methods run on one event loop."""
 
     def __init__(self, resource: str) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
         now = time.monotonic()
         self.resource = resource
-        self.state = PoolState(now)
-        self.creating: dict[str, PlacementGroup] = {}  # placement groups that are not slots yet, by the request they were asked for
-        self.arriving: set[str] = set()  # ids in `creating` whose group Ray has granted: they become slots even if the request is withdrawn
-        self.counter, self.began_s, self.started_s, self.empty_s, self.looked_s = 0, time.time(), now, now, -float("inf")
+        self.began_s, self.started_s, self.empty_s = time.time(), now, now
+        prefix = f"{POOL_PREFIX}{resource}-{int(1e6 * self.began_s):x}-"
+        self.pool = PoolCore(resource, prefix, is_shared=True, is_bundled=resource == "gpu")
+        self.state, self.groups = self.pool.state, self.pool.groups
         self.counted_from_s = self.began_s  # when the cluster's first pool began
         self.state.begin_day(today(), now)
         if (known := load_costs(resource)) is not None:
             self.counted_from_s, self.state.past = known["began_s"], known["past"]
             self.state.free_slot_s, self.state.handovers = known["free_slot_s"], known["handovers"]
         self.saved, self.saved_s = self.state.past, now
-        self.look()
-        # of an earlier pool: they are removed unless a run claims them
+        self.pool.look()
+        # of an earlier pool: they are removed unless a run claims a slot of them
         self.orphans = {
-            info["name"]: PlacementGroup(ray.PlacementGroupID.from_hex(id))
+            PlacementGroup(ray.PlacementGroupID.from_hex(id)): False
             for id, info in placement_group_table().items()
             if info["name"].startswith(f"{POOL_PREFIX}{resource}-") and info["state"] != "REMOVED"
         }
         self.orphans_until_s = now + SILENT_S
-        self.idle_s, self.asked_s = IDLE_S, now  # how long free slots stay in the pool, and when to look again who waits for them
-        self.keeps_warm = True  # whether slots of devices with parked processes stay longer
+        self.groups.first_number = self._first_number
+        self.asked_s = now  # when to look again who waits for free slots
         self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
-        # Devices of a node are named in turn, by one process. Otherwise Ray starts a process for each: 8 took 0.6 to 3 s instead of 0.1 s.
-        self.naming: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self.withdrawn: list[PlacementGroup] = []  # groups that are removed once no node reserves a slot for them
         self._begin(self._tick())
+        self._begin(self._advance())
 
-    def look(self) -> None:
-        """Look at the nodes of the cluster."""
-        now = time.monotonic()
-        if now - self.looked_s < LOOK_S:
-            return
-        self.looked_s, nodes = now, ray.nodes()
-        labels = {node["NodeID"]: node.get("Labels") or {} for node in nodes}
-        for slot in self.state.set_nodes({id: (count, labels[id]) for id, count in node_slots(self.resource, nodes=nodes).items()}, now):
-            remove_placement_group(slot.group)
+    def _first_number(self, node: str) -> int:
+        """Return the first number of a node's slots: those of an earlier pool are below it."""
+        return self.state.nodes[node][0] if self.orphans and node in self.state.nodes else 0
 
     # ---- calls of the runs ----------------------------------------------------------------------------------------
 
@@ -120,13 +91,12 @@ class SlotPool:
         """
         if messages != MESSAGES:
             return OTHER_VERSION, []
-        self.look()
+        self.pool.look()
         now = time.monotonic()
         if refused := self.state.refusal(info, now, _is_alive, is_new=before is None):
             return refused, []
         there = [slot for slot in held if placement_group_table(slot.group)["state"] == "CREATED"]
-        for slot in there:
-            self.orphans.pop(slot.id, None)
+        self.orphans |= dict.fromkeys(self.orphans.keys() & {slot.group for slot in there}, True)
         if before is not None and now - self.started_s < unheard_s:  # no pool counted what the run held since then
             more = unheard_s * len(there)
             before = replace(before, slot_s=before.slot_s + more, today_slot_s=before.today_slot_s + more)
@@ -142,13 +112,12 @@ class SlotPool:
 
     async def end_if_empty(self) -> None:
         """End the pool and return its slots to Ray, unless a run has joined. The call fails if it ends."""
-        while self.withdrawn:
+        while self.groups.leaving:
             await asyncio.sleep(POLL_S[0])
         if self.state.runs:
             return
-        for slot in list(self.state.slots.values()):
-            self._remove(slot)
-        for group in [*self.creating.values(), *self.orphans.values()]:
+        self.groups.remove_all(self.state, time.monotonic())
+        for group in self.orphans:
             remove_placement_group(group)
         self._save_costs()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
@@ -164,7 +133,7 @@ class SlotPool:
         self._settle()
         end_s = now + seconds
         while True:
-            reply = self.state.reply(run, now)
+            reply = reply_to(self.state, run, now)
             if reply.granted or surplus not in (None, reply.view.surplus) or now >= end_s:
                 return reply
             await self._change(end_s - now)
@@ -184,7 +153,7 @@ class SlotPool:
 
     async def status(self) -> dict[str, Any]:
         """Return everything that `rlhfless cluster` shows."""
-        self.look()
+        self.pool.look()
         now, state = time.monotonic(), self.state
         waiting = state.waiting(now)
         runs = [
@@ -199,7 +168,7 @@ class SlotPool:
                 "waits": waiting.get(name, 0),
                 "money": run.slot_s / 3600 * run.info.price,
                 "money_today": run.today_slot_s / 3600 * run.info.price,
-                **asdict(state.view(name, now)),
+                **asdict(view_of(state, name, now)),
             }
             for name, run in sorted(state.runs.items())
         ]
@@ -241,94 +210,35 @@ class SlotPool:
             await asyncio.wait_for(self.changed.wait(), seconds)
 
     def _settle(self) -> None:
-        """Hand free slots to those who wait, ask Ray for a slot for each of the others, and wake those who watch."""
-        now = time.monotonic()
-        for slot in self.state.match(now):
-            slot.granted_s = time.time()
-        # after `match`: what one run does not take, or avoids, another may want
-        for slot in self.state.idle(now, self.idle_s, keeps_warm=self.keeps_warm):
-            self._remove(slot)
-        for id in set(self.creating) - set(self.state.requests) - self.arriving:
-            self.withdrawn.append(group := self.creating.pop(id))
-            self._begin(self._withdraw(group))
-        for request in self.state.requests.values():
-            if request.id not in self.creating and not self.state.has_device(request):
-                self._create(request)
-        if self.state.past is not self.saved or now - self.saved_s > SAVE_S:
+        """Hand free slots to those who wait, ask Ray for what they lack, and wake those who watch."""
+        self.pool.settle()
+        if self.state.past is not self.saved or time.monotonic() - self.saved_s > SAVE_S:
             self._save_costs()
         self.changed.set()
         self.changed.clear()
+
+    async def _advance(self) -> None:
+        """Look how far the groups are that were asked for or withdrawn."""
+        while True:
+            await asyncio.sleep(self.groups.pause_s(time.monotonic()))
+            slots, naming = len(self.state.slots), self.groups.is_naming
+            self.groups.advance(self.state, time.monotonic())
+            if slots != len(self.state.slots) or naming != self.groups.is_naming:
+                self._settle()
 
     def _save_costs(self) -> None:
         self.saved, self.saved_s = self.state.past, time.monotonic()
         save_costs(self.resource, self.state, self.counted_from_s, self.saved_s)
 
-    def _remove(self, slot: PoolSlot) -> None:
-        self.state.drop(slot.id, time.monotonic())
-        remove_placement_group(slot.group)
-
-    def _create(self, request: SlotRequest) -> None:
-        self.counter += 1
-        name = f"{POOL_PREFIX}{self.resource}-{int(1e6 * self.began_s):x}-{self.counter}"
-        avoided = self.state.runs[request.run].avoids
-        node = request.node or (f"!in({','.join(sorted(avoided))})" if avoided else "")
-        group = self.creating[request.id] = request_group(self.resource, name, node, request.labels, lifetime="detached")
-        self._begin(self._receive(request, name, group))
-
-    async def _receive(self, request: SlotRequest, name: str, group: PlacementGroup) -> None:
-        """Wait until Ray grants a group, and make it a slot of the pool.
-
-        A granted group is not removed before its device is named: Ray 2.60 never answers a task of a removed one (measured), and devices
-        of a node are named in turn. Requests that were withdrawn after 5 s then grew a queue in which each held up the next one.
-        """
-        pause, longest = POLL_S
-        while self.creating.get(request.id) is group:
-            if (table := placement_group_table(group))["state"] == "CREATED":
-                break
-            await asyncio.sleep(pause)
-            pause = max(min(longest, 1.5 * pause), len(self.creating) / LOOKS_PER_S)
-        else:
-            return  # withdrawn
-        self.arriving.add(request.id)
-        node = table["bundles_to_node_id"][0]
-        try:
-            device = await self._device(group, node) if self.resource == "gpu" else self._number(node)
-        except (RayError, TimeoutError):  # the node was lost before it could name the device, or its process hangs: ask for another slot
-            remove_placement_group(group)
-        else:
-            self.state.put(PoolSlot(name, node, device, group), time.monotonic())
-        self.arriving.discard(request.id)
-        del self.creating[request.id]
-        self._settle()
-
-    async def _withdraw(self, group: PlacementGroup) -> None:
-        end_s = time.monotonic() + RESERVED_S
-        while is_reserving(placement_group_table(group)) and time.monotonic() < end_s:
-            await asyncio.sleep(POLL_S[0])
-        remove_placement_group(group)
-        self.withdrawn.remove(group)
-
-    async def _device(self, group: PlacementGroup, node: str) -> int | str:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        async with self.naming[node]:
-            asked = device_ids.options(scheduling_strategy=strategy, max_retries=0).remote()  # it ends with its group
-            ids = await asyncio.wait_for(asked, NAMING_S)  # others wait for their turn
-        return device_named(ids[0])
-
-    def _number(self, node: str) -> int:
-        taken = {slot.device for slot in self.state.slots.values() if slot.node == node}
-        first = self.state.nodes[node][0] if self.orphans and node in self.state.nodes else 0  # those of an earlier pool are below it
-        return next(n for n in range(first, first + len(taken) + 1) if n not in taken)
-
     def _look_at_others(self) -> None:
         """Look whether other programs wait in Ray's queue. If so, unused slots are returned to it at once or soon."""
         if (now := time.monotonic()) >= self.asked_s:
-            if others_wait(self.resource, set()):
-                self.idle_s, self.keeps_warm = -1.0, False
+            if others_wait(self.resource, POOL_PREFIX):
+                self.pool.idle_s, self.pool.keeps_warm = -1.0, False
             else:
                 has_free = any(not slot.holder for slot in self.state.slots.values())
-                self.keeps_warm = not (has_free and tasks_wait(self.resource))
-                self.idle_s = IDLE_S if self.keeps_warm else TASK_WAITS_S
+                self.pool.keeps_warm = not (has_free and tasks_wait(self.resource))
+                self.pool.idle_s = IDLE_S if self.pool.keeps_warm else TASK_WAITS_S
             self.asked_s = now + max(LOOK_S, (time.monotonic() - now) / LOOKING_SHARE)
 
     async def _tick(self) -> None:
@@ -339,7 +249,6 @@ class SlotPool:
             now = time.monotonic()
             self.state.was_held_up(max(0.0, now - before - TICK_S), now)
             self.state.begin_day(today(), now)
-            self.look()
             self._look_at_others()
             for info in self.state.silent(now):
                 if info.job:
@@ -347,13 +256,24 @@ class SlotPool:
                 self.state.leave(info.run, now)
             self._settle()
             if self.orphans and now > self.orphans_until_s:
-                for group in self.orphans.values():
-                    remove_placement_group(group)
-                self.orphans.clear()
+                self._end_orphans(now)
             if self.state.runs or self.orphans:
                 self.empty_s = now
             elif now - self.empty_s > EMPTY_S:
                 await self.end_if_empty()
+
+    def _end_orphans(self, now: float) -> None:
+        """Remove the groups of an earlier pool of which no run has claimed a slot, and name all devices of the others."""
+        for group, is_claimed in self.orphans.items():
+            bundles = placement_group_table(group)["bundles"] if is_claimed and self.resource == "gpu" else {}
+            count = int(sum(bundle.get("GPU", 0) for bundle in bundles.values()))
+            known = [slot for slot in self.state.slots.values() if slot.group == group]
+            if not is_claimed:
+                remove_placement_group(group)
+            elif 0 < len(known) < count:
+                name = f"{known[0].id.rsplit('.', 1)[0]}.again"
+                self.groups.asked.append(NodeGroup(name, group, (known[0].node, ()), count, now, node=known[0].node))
+        self.orphans.clear()
 
 
 def describe_past(past: PastRun, now_s: float) -> dict[str, Any]:

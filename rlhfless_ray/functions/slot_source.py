@@ -1,224 +1,115 @@
-"""Where slots come from: requests, grants, and Ray's queue as a source. The other source is `pool_client`.
+"""Where slots come from: what a run asks of the pool, and what the pool answers.
 
-Measured with Ray 2.60: an independent placement group takes 4 ms, but one that needs resources freed at the same instant waits
-0.5-0.8 s for Ray's retry interval.
+The pool of a private run is in the run's own process (`private_slots`), that of a joined cluster is an actor (`pool_client`).
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest
 
-DEVICE_S = 60.0  # timeout for the name of a granted device
-RESERVED_S = 2.0  # longest wait until no node reserves a slot for a group that is withdrawn
-RETRY_MS, RETRY_GROWTH, MAX_RETRY_MS = 100, 1.5, 1000  # Ray's delays between its attempts to create a group
-POOL_PREFIX = "rlhfless-pool-"  # prefix of the names of the shared pool's placement groups
+WAIT_S = 0.2  # longest wait within the pool for one slot, between two checks for a stop signal
 
 
-@dataclass(eq=False)
-class LeaseRequest:
-    """A slot that was requested and may not be granted yet, on a node (any if empty) that has these labels.
+class SlotSource(ABC):
+    """A run's part of a pool of slots. `view` is the pool as of its last answer.
 
-    `device`: the only one that is of use, see `SlotSource.grants_devices`.
+    Every call may be repeated. A slot that is granted while its request is released is free again. A source says how its messages reach the
+    pool (`_exchange`), and passes `tests/functions/test_slot_source_contract.py`.
     """
 
-    id: str
-    from_s: float  # wall-clock time before which it was not granted
-    node: str = ""
-    labels: dict[str, str] = field(default_factory=dict)
-    device: int | str | None = None
+    def __init__(self, resource: str, info: RunInfo) -> None:
+        self.resource, self.info, self.slots = resource, info, RunSlots(info.run)
+        self.view, self.viewed_s = PoolView(), time.monotonic()
+        self.lock = threading.RLock()
+        self.used: set[str] = set()  # leases that `wait` has returned
+        self.absent_s: dict[str, float] = {}  # wall-clock time before which a request was not granted, whatever the pool's clock says
 
+    def ask(self, requests: Iterable[SlotRequest], *, returns: Iterable[str] = ()) -> None:
+        """Request slots without waiting. On GPU a request that names a device gets no other.
 
-@dataclass(frozen=True)
-class Grant:
-    """A granted slot. `id`: of the lease."""
+        `returns`: leases that the run returns for them, which may be completed to what it asks for.
+        """
+        if asked := [replace(request, run=self.info.run) for request in requests]:
+            with self.lock:
+                self._end(returns)
+                self.slots.ask(asked)
+                self.absent_s |= dict.fromkeys((request.id for request in asked), time.time())
+            self._exchange()
 
-    id: str
-    node: str
-    device: int | str
+    def wait(self, request: SlotRequest, until_s: float) -> list[PoolSlot]:
+        """Return the granted slots, or none of them at the time `until_s` (monotonic)."""
+        while request.id in self.slots.wants:
+            STOP.check()
+            looked_s, seconds = time.time(), until_s - time.monotonic()
+            self._exchange(max(0.0, min(WAIT_S, seconds)))
+            if request.id in self.slots.wants:
+                self.absent_s[request.id] = looked_s
+                if seconds <= 0:
+                    return []
+        granted = [self.slots.held[id] for id in request.ids]
+        absent_s = self.absent_s.pop(request.id, 0.0)
+        for slot in granted:  # the pool counts from then, also if its reply came late; nodes' clocks may differ a little
+            slot.granted_s = min(time.time(), max(absent_s, slot.granted_s))
+        self.used |= set(request.ids)
+        return granted
 
+    def release(self, ids: Iterable[str], *, avoids: bool = False) -> None:
+        """Return slots by the ids of their leases, and withdraw requests. Slots that `wait` has not returned cost nothing.
 
-class SlotSource(Protocol):
-    """A source of slots: Ray's queue, or the pool that the runs of a cluster share.
+        `avoids`: their nodes are lost or drained, so the run wants no other slot there.
+        """
+        with self.lock:
+            if self._end(ids, avoids):
+                self._notify()
 
-    `grants_devices`: on GPU, a request that names a device gets no other. Ray's queue grants any device of the node.
-    """
-
-    grants_devices: bool
-
-    def ask(self, requests: list[LeaseRequest], /) -> None: ...
-
-    def wait(self, request: LeaseRequest, until_s: float, /) -> Grant | None: ...
-
-    def withdraw(self, requests: list[LeaseRequest], /) -> None: ...
-
-    def release(self, ids: list[str], /) -> None: ...
-
-    def drop(self, ids: list[str], /) -> None:
-        """Release slots of lost or drained nodes, which no run should get again."""
-        ...
-
-    def others_wait(self) -> bool: ...
-
-    @property
-    def surplus(self) -> int | None:
-        """Number of slots that this run should give back to waiting runs; None if unknown."""
-        ...
-
-    @property
-    def surplus_leases(self) -> Collection[str]:
-        """Ids of the leases whose slots these runs could use."""
-        ...
-
-    def warm_due(self) -> Collection[tuple[str, str]] | None:
-        """Nodes and devices to which parked processes of this run are bound, if no other run is entitled to them; None if unknown."""
-        ...
+    def look(self) -> PoolView:
+        """Ask the pool, and return its newest view."""
+        self._exchange()
+        return self.view
 
     def may_wait(self) -> bool:
-        """Return whether a needed slot may still be granted after its deadline."""
-        ...
+        """Return whether a needed slot may still be granted after its deadline, because other runs hold some."""
+        return bool(self.look().others)
 
+    def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]]) -> None:
+        """Tell the pool, with the next message, what this run parks: MB by node, and the nodes and devices to which processes are bound."""
+        self.slots.parked_mb, self.slots.warm = own_mb, devices
+
+    def _accept(self, reply: Reply) -> None:
+        with self.lock:
+            self.slots.accept(reply)
+            self.view, self.viewed_s = reply.view, time.monotonic()
+
+    @abstractmethod
+    def others_wait(self) -> bool:
+        """Return whether another run is short of slots that this one has above its target, or another program waits for any."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
+    @abstractmethod
+    def _exchange(self, seconds: float | None = None) -> None:
+        """Send the run's whole state, and accept the reply. `seconds`: longest wait for a slot; None: it waits for none."""
 
-class RayGroups:
-    """Slots as this run's own placement groups, from Ray's queue."""
+    def _notify(self) -> None:
+        """Tell the pool that leases or requests have ended."""
+        self._exchange()
 
-    grants_devices = False
-    surplus, surplus_leases = None, ()
-
-    def __init__(self, resource: str) -> None:
-        self.resource = resource
-        self.groups: dict[str, Any] = {}  # by the id of the request, which is the lease's id
-        self.numbers: dict[str, tuple[str, int]] = {}  # on CPU: node and number of each granted slot
-
-    def ask(self, requests: list[LeaseRequest]) -> None:
-        for one in requests:
-            self.groups[one.id] = request_group(self.resource, f"rlhfless-{one.id}", one.node, one.labels)
-
-    def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
-        """Return the granted slot, or None at the time `until_s` (monotonic) or if its node was lost before it could name the device.
-
-        Does not use Ray's own wait, which rounds timeouts down to whole seconds.
-        """
-        group, pause = self.groups[request.id], 0.001
-        while (table := placement_group_table(group))["state"] != "CREATED":
-            request.from_s = time.time()
-            STOP.check()
-            if time.monotonic() >= until_s:
-                return None
-            time.sleep(pause)
-            pause = min(0.05, 1.5 * pause)
-        node = table["bundles_to_node_id"][0]
-        if self.resource == "cpu":
-            taken = {number for place, number in self.numbers.values() if place == node}
-            self.numbers[request.id] = node, next(n for n in range(len(taken) + 1) if n not in taken)
-            return Grant(request.id, node, self.numbers[request.id][1])
-        try:
-            return Grant(request.id, node, self._device(group))
-        except RayTaskError:
-            raise
-        except RayError:
-            return None
-
-    def _device(self, group: Any) -> int | str:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        ids = ray.get(device_ids.options(scheduling_strategy=strategy).remote(), timeout=DEVICE_S)
-        return device_named(ids[0])
-
-    def withdraw(self, requests: list[LeaseRequest]) -> None:
-        for one in requests:
-            group, end = self.groups[one.id], time.monotonic() + RESERVED_S
-            while is_reserving(placement_group_table(group)) and time.monotonic() < end:
-                time.sleep(0.001)
-            self.release([one.id])
-
-    def release(self, ids: list[str]) -> None:
-        for id in ids:
-            self.numbers.pop(id, None)
-            remove_placement_group(self.groups.pop(id))
-
-    drop = release
-
-    def others_wait(self) -> bool:
-        return others_wait(self.resource, {group.id.hex() for group in self.groups.values()})
-
-    def warm_due(self) -> None:
-        return None
-
-    def may_wait(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
-def device_named(id: str | int) -> int | str:
-    """Convert Ray's device name, which is an index or the name in the node's CUDA_VISIBLE_DEVICES."""
-    name = str(id).strip()
-    return int(name) if name.isdecimal() else name
-
-
-def bundle_of(resource: str) -> dict[str, float]:
-    """Return the Ray resources of a slot."""
-    return {"GPU": 1} if resource == "gpu" else {"CPU": 1}
-
-
-def request_group(resource: str, name: str, node: str, labels: Mapping[str, str], lifetime: str | None = None) -> PlacementGroup:
-    """Request a placement group of one slot, on a node (any if empty; a condition of Ray's on its id is allowed) with these labels."""
-    selector = dict(labels) | ({"ray.io/node-id": node} if node else {})
-    selectors = [selector] if selector else None
-    return placement_group([bundle_of(resource)], name=name, lifetime=lifetime, bundle_label_selector=selectors)
-
-
-def is_reserving(info: Mapping[str, Any]) -> bool:
-    """Return whether a node may be reserving the slot of a placement group right now. `info`: its entry in Ray's table.
-
-    A group must not be removed meanwhile: Ray 2.60 then loses the slot for good (ray-project/ray#64693; measured: 17 of 60).
-    """
-    if info["state"] != "PENDING":
-        return bool(info["state"] == "PREPARED")
-    stats = info["stats"]
-    # each failed attempt raises the delay; one that has not failed yet may be under way, until the delay is the longest
-    failed_ms = int(min(MAX_RETRY_MS, RETRY_MS * RETRY_GROWTH ** (stats["scheduling_attempt"] - 1)))
-    return bool(stats["scheduling_state"] != "INFEASIBLE" and stats["highest_retry_delay_ms"] < failed_ms)
-
-
-def others_wait(resource: str, own: set[str]) -> bool:
-    """Return whether a pending placement group that is not among `own` (hex ids) nor of the shared pool could use a slot."""
-    name = "GPU" if resource == "gpu" else "CPU"
-    return any(
-        info["state"] == "PENDING"
-        and id not in own
-        and not info["name"].startswith(POOL_PREFIX)
-        and any(name in b for b in info["bundles"].values())
-        for id, info in placement_group_table().items()
-    )
-
-
-def tasks_wait(resource: str) -> bool:
-    """Return whether a task or an actor outside of placement groups waits for a slot, as far as `ray status` knows: it lags by a second."""
-    from ray.autoscaler.v2.sdk import get_cluster_status
-
-    name = "GPU" if resource == "gpu" else "CPU"
-    try:
-        status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=1)
-    except RayError:
-        return False
-    waiting = status.resource_demands.ray_task_actor_demand
-    return any(name in bundle.bundle for demand in waiting for bundle in demand.bundles_by_count)
-
-
-# max_calls=0: otherwise Ray ends a GPU task's process after each call, and the next call has to start one
-@ray.remote(num_cpus=0, num_gpus=1, max_calls=0)
-def device_ids() -> list[str]:
-    return ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    def _end(self, ids: Iterable[str], avoids: bool = False) -> bool:
+        """End leases and requests. Returns whether any of them was the run's."""
+        ended = {id for id in ids if id in self.slots.wants or id in self.slots.held}
+        if avoids:
+            self.slots.avoid(ended & set(self.slots.held))
+        self.slots.end(ended - self.used)
+        self.slots.end(ended & self.used, time.time())
+        self.used -= ended
+        for id in ended:
+            self.absent_s.pop(id, None)
+        return bool(ended)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rlhfless_ray.functions.instance import Instance
-from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.slot_source import SlotSource
 
 SHARE = 0.5  # share of a node's memory, if the recipe sets no amount
 FIRST_MB = 560.0  # assumed size of a parked process before one was measured: an engine's imports on CPU in `benchmarks.coldstart`
@@ -34,16 +34,14 @@ class WarmMemoryBudget:
     the others leave, and at least an equal part.
     """
 
-    def __init__(
-        self, most_mb: float | None, node_mb: Callable[[str], float], say: Callable[[str], None], others: PoolClient | None = None
-    ) -> None:
+    def __init__(self, most_mb: float | None, node_mb: Callable[[str], float], say: Callable[[str], None], others: SlotSource) -> None:
         """Create a budget.
 
         Args:
             most_mb: limit on each node, for this run; None: the share SHARE of the node's memory.
             node_mb: node id → memory in MB.
             say: callback for messages.
-            others: tells what the other runs of the cluster park on the same nodes; None if there are none.
+            others: tells what the other runs of the cluster park on the same nodes.
         """
         self.most_mb, self.node_mb, self.say, self.others = most_mb, node_mb, say, others
         self.pools: list[ParkingPool] = []
@@ -73,8 +71,7 @@ class WarmMemoryBudget:
                 pool.end(instance)
                 waits = f"{len(here)} parked processes on a node held {held_mb:.0f} MB"
                 self._say_once("parked", f"{waits}, so those that waited longest end: {self._limit(most_mb)}")
-        if self.others is not None:
-            self.others.parks({node: self._held_mb(node) for node in nodes}, self._devices())
+        self.others.parks({node: self._held_mb(node) for node in nodes}, self._devices())
 
     def _devices(self) -> frozenset[tuple[str, str]]:
         """Return the nodes and devices to which parked processes are bound."""
@@ -87,10 +84,12 @@ class WarmMemoryBudget:
         if self.most_mb is not None:
             return self.most_mb
         whole_mb = SHARE * self.node_mb(node)
-        return whole_mb if self.others is None else max(whole_mb / self.others.runs, whole_mb - self.others.others_mb(node))
+        return (
+            whole_mb if self.others is None else max(whole_mb / self.others.view.runs, whole_mb - self.others.view.parked_mb.get(node, 0.0))
+        )
 
     def _limit(self, most_mb: float) -> str:
-        shared = ", less the memory of other runs" if self.others is not None and self.others.runs > 1 else ""
+        shared = ", less the memory of other runs" if self.others.view.runs > 1 else ""
         return f"functions.parked_mb allows {most_mb:.0f} MB" + (f" ({SHARE:.0%} of its memory{shared})" if self.most_mb is None else "")
 
     def _say_once(self, decision: str, message: str) -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
 
-from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
-from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
+from rlhfless_ray.functions.instance import Instance, State, actor_state
+from rlhfless_ray.functions.kept_memory import begin_to_leave, give_back, record_kept, wait_until_left
 from rlhfless_ray.functions.lease import PREFERRED_S, Labels, Lease, LeaseManager, Slot
-from rlhfless_ray.functions.slot_source import LeaseRequest
+from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
 FAULTS = 3  # failure budget of a pool outside of a run
@@ -76,7 +75,7 @@ class WorkerPool:
         self.width = width
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
-        self.expected: list[LeaseRequest] = []  # requests for the next resize
+        self.expected: list[SlotRequest] = []  # requests for the next resize
         self.replacements = 0  # number of lost instances whose work continues elsewhere
         self.gaps_s: deque[float] = deque(maxlen=64)  # seconds for which instances were parked before they were needed again
         self.cold_starts = 0
@@ -96,9 +95,7 @@ class WorkerPool:
 
         Leases that are held now are assumed to be handed over by then.
         """
-        missing = count * self.width - sum(self.may_use(lease) for lease in self.leases.held.values())
-        nodes = [instance.slot.node for instance in self.parked for _ in range(self.width)]
-        self.expected = self.leases.ask_preferred(missing, nodes, self.labels)
+        self.expected = self._ask_for_parked(count - len(self._shares(self.leases.held.values())))
 
     def resize(
         self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0, begin: Callable[[Instance], None] = lambda _: None
@@ -117,22 +114,15 @@ class WorkerPool:
             spare, expected = self._lease_together(need, spare, expected), []
         spare = self.begin(count, spare, begin)
         missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
-        if self.width > 1:
-            spare = self.begin(count, [*spare, *self.leases.collect(expected, self.kind, PREFERRED_S if missing else 0.0)], begin)
-            while len(self.working) < count:
-                share, spare = self._lease_wide(spare, len(self.working) < need, wait_s)
-                if not share:
-                    break
-                begin(self.assign_leases(share))
-            return spare
+        asked, incomplete = expected or self._ask_for_parked(missing), [lease for lease in spare if self.may_use(lease)]
 
-        def start(lease: Lease) -> None:
-            begin(self.assign_leases([lease]))
+        def start(leases: list[Lease]) -> None:
+            begin(self.assign_leases(leases))
 
-        self.leases.take(missing, self.kind, expected or self._ask_for_parked(missing), urgent, wait_s, self.find_labels, start)
-        return spare
+        self.leases.take(missing, self.kind, asked, urgent, wait_s, self.find_labels, start, self.width, incomplete)
+        return [lease for lease in spare if lease.id in self.leases.held]
 
-    def _lease_together(self, need: int, spare: list[Lease], expected: list[LeaseRequest]) -> list[Lease]:
+    def _lease_together(self, need: int, spare: list[Lease], expected: list[SlotRequest]) -> list[Lease]:
         """Return `spare` with the leases that `need` instances lack, which are needed at once. Raises RunError past the lease deadline.
 
         After ATTEMPT_S everything is released, also what instances hold that work already, see `LeaseManager.try_again`. `expected`:
@@ -158,7 +148,7 @@ class WorkerPool:
             spare = [other for other in spare if other not in share]
         return spare
 
-    def _shares(self, leases: list[Lease]) -> list[list[Lease]]:
+    def _shares(self, leases: Iterable[Lease]) -> list[list[Lease]]:
         """Divide leases into those of whole instances, for as many instances as they are enough for."""
         usable = [lease for lease in leases if self.may_use(lease)]
         if self.width > 1:  # the same devices form the same instances, in whatever order they come back
@@ -181,18 +171,12 @@ class WorkerPool:
 
         Raises RunError past the lease deadline if they are needed.
         """
-        if self.width > 1:
-            return self._lease_wide([], need, wait_s)[0]
         asked = self._ask_for_parked(1) if need else None
-        return self.leases.take(1, self.kind, asked, int(need), wait_s, self.find_labels)
+        return self.leases.take(1, self.kind, asked, int(need), wait_s, self.find_labels, width=self.width)
 
-    def _ask_for_parked(self, count: int) -> list[LeaseRequest]:
-        """Request up to `count` slots of nodes with parked instances."""
-        return self.leases.ask_preferred(count, [instance.slot.node for instance in self.parked], self.labels)
-
-    def _lease_wide(self, spare: list[Lease], need: bool, wait_s: float) -> tuple[list[Lease], list[Lease]]:
-        prefer = {instance.slot.node for instance in self.parked}
-        return self.leases.take_together(self.width, self.kind, spare, prefer, self.find_labels, need, wait_s)
+    def _ask_for_parked(self, count: int) -> list[SlotRequest]:
+        """Request the leases of up to `count` instances on nodes with parked ones."""
+        return self.leases.ask_preferred(count, [instance.slot.node for instance in self.parked], self.labels, self.width)
 
     def assign_leases(self, leases: list[Lease]) -> Instance:
         """Assign leases of one node to a fitting parked instance (warm start), or to a new one."""
@@ -208,7 +192,7 @@ class WorkerPool:
             self.cold_starts += 1
         else:
             self.parked.remove(instance)
-            self._gave_back(instance)
+            record_kept(instance, self.ledger)
             instance.kept_mb = instance.giving_back = None
             self.gaps_s.append(time.monotonic() - instance.parked_since_s)
             self.ledger.unpark(instance.id)
@@ -235,15 +219,13 @@ class WorkerPool:
         """Return whether the instance can use the slot: its own device if it holds memory of one, otherwise any slot of its node."""
         return instance.slot == slot or (not self.is_bound and instance.slot.node == slot.node)
 
-    def count_warm(self, width: int, places: Collection[tuple[str, str]] | None) -> int:
-        """Return how many parked instances of this width have started before and can work on these nodes and devices.
+    def count_warm(self, width: int, places: Collection[tuple[str, str]]) -> int:
+        """Return how many parked instances of this width have started before and can work.
 
-        `places`: None for any. It only matters to processes that are bound to their devices.
+        `places`: nodes and devices that can be had, which only matter to processes that are bound to their devices.
         """
         warm = [instance for instance in self.parked if instance.memory_mb > 0 and instance.width == width]
-        if places is None or not self.is_bound:
-            return len(warm)
-        return sum(instance.slot.places <= set(places) for instance in warm)
+        return sum(not self.is_bound or instance.slot.places <= set(places) for instance in warm)
 
     @property
     def is_bound(self) -> bool:
@@ -271,7 +253,7 @@ class WorkerPool:
         self._book(instance)
         self.parked.append(instance)
         if self.give_back_after_s < float("inf"):
-            self._give_back(instance)  # nothing to release yet, but the reply contains its memory
+            give_back(instance)  # nothing to release yet, but the reply contains its memory
         return instance
 
     # ---- parking and ending -----------------------------------------------------------------------------------
@@ -297,7 +279,7 @@ class WorkerPool:
             self.parked.append(instance)
             self._book(instance)
             if long:
-                self._give_back(instance)
+                give_back(instance)
         if self.parked_memory is not None:
             self.parked_memory.enforce()
         return taken
@@ -310,30 +292,10 @@ class WorkerPool:
         """Average price of its parked processes, as a share of a slot's price."""
         return self.ledger.hold_price(instance.id for instance in self.parked)
 
-    def _give_back(self, instance: Instance) -> None:
-        instance.version = None  # an engine releases its weights too
-        instance.giving_back = instance.actor.park.remote()
-
-    def _gave_back(self, instance: Instance) -> None:
-        """Record the memory that a parked instance has kept, if it has replied."""
-        if instance.giving_back is None or not ray.wait([instance.giving_back], timeout=0)[0]:
-            return
-        try:
-            instance.kept_mb = ray.get(instance.giving_back)["memory_mb"]
-        except GONE:  # a dead process holds nothing; its next use reports the failure
-            return
-        except RayTaskError as error:
-            raise RunError(f"{instance.id} could not release memory: {reason_of(error)}") from error
-        self.ledger.kept(instance.id, *instance.parked_memory)
-
     def _leave_devices(self, instances: list[Instance]) -> None:
-        """Make all instances leave their devices at the same time, because they may need each other for it.
-
-        Engines lose their weights with the device memory, so their version becomes None. Dead processes hold nothing; their next
-        use reports the failure.
-        """
+        """Make all instances leave their devices at the same time, because they may need each other for it."""
         for instance in instances:
-            instance.leaving, instance.version = (instance.actor.park.remote(), instance.leases), None
+            begin_to_leave(instance)
         for instance in instances:
             if self.waits_to_leave:
                 self._left(instance)
@@ -342,22 +304,7 @@ class WorkerPool:
                     lease.leaving = partial(self._left, instance)
 
     def _left(self, instance: Instance) -> None:
-        """Wait until an instance has left its device, if it has not yet, and record what it has kept."""
-        if instance.leaving is None:
-            return
-        ref, leases = instance.leaving
-        try:
-            reply = get(ref, self.leave_s, f"{instance.id} to leave its device")
-        except GONE:
-            instance.leaving = None
-            return
-        except RayTaskError as error:
-            instance.leaving = None
-            raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
-        instance.leaving, instance.kept_mb = None, reply["memory_mb"]
-        if instance.state == State.PARKED:
-            self.ledger.kept(instance.id, *instance.parked_memory)
-        self.ledger.spans([lease.id for lease in leases if lease.holder == instance.id], reply["spans"])
+        wait_until_left(instance, self.leave_s, self.ledger)
 
     def end_expired(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
         """End parked instances whose keep-alive is over, that are not worth keeping, or whose node is gone; return their number.
@@ -381,9 +328,9 @@ class WorkerPool:
             if instance.giving_back is None and now - instance.parked_since_s > self.give_back_after_s:
                 self.ledger.unpark(instance.id)  # a new row for the new amount
                 self._book(instance)
-                self._give_back(instance)
+                give_back(instance)
             elif instance.kept_mb is None:
-                self._gave_back(instance)
+                record_kept(instance, self.ledger)
         if self.parked_memory is not None:
             self.parked_memory.enforce()  # other runs may need the memory by now
         return len(over)

@@ -6,7 +6,7 @@ import time
 
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance
-from rlhfless_ray.functions.lease import PREFERRED_S, Lease
+from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.worker_pool import ATTEMPT_S, WorkerPool
 from rlhfless_ray.learn.recovery import LearnerLost
 
@@ -34,17 +34,12 @@ class GangScheduler:
             if gone := leases.nodes.find_lost(homes):
                 self.broker.put(leases.without_lost([*fitting, *spare]))
                 raise LearnerLost(f"node {gone[0]} is gone")
-            # Ray grants any device, so those of home nodes are kept until the right one comes; other runs may need them meanwhile
-            kept = [] if leases.source.grants_devices else [lease for lease in spare if lease.slot.node in homes]
-            leases.release([lease for lease in spare if lease not in kept])
-            spare, patience_s = kept, PREFERRED_S if kept and leases.resource == "gpu" else ATTEMPT_S
+            leases.release(spare)
             slots = [instance.slot for instance in missing if instance is not None]
             requests = leases.ask_again(slots) if by_rank else leases.ask(len(missing))
-            got = leases.collect(requests, self.pool.kind, patience_s)
-            fitting, spare, missing = self.fit(by_rank, [*fitting, *spare, *got])
-            late = time.monotonic() - start > leases.deadline_s
-            if not missing or (len(got) == len(requests) and not late):
-                continue  # complete, or on GPU all leases came but not yet the right devices
+            fitting, spare, missing = self.fit(by_rank, [*fitting, *leases.collect(requests, self.pool.kind, ATTEMPT_S)])
+            if not missing:
+                break
             where = " on the nodes and devices that hold its state" if homes else ""
             wanted = f"the {self.name} worker group needs {self.ranks} × {leases.bundle} at once{where}"
             leases.try_again(start, [*fitting, *spare], wanted, 1, {})

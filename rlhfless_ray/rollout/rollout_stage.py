@@ -345,19 +345,20 @@ class RolloutStage:
     @property
     def grows(self) -> bool:
         """Whether a rollout takes slots from a shared pool, and gives slots to other runs, while it runs."""
-        return self.migration is not None and self.pool.width == 1
+        return self.migration is not None
 
     def _shared_slots(self) -> SharedSlots | None:
-        """Return the exchange of slots with other runs of the cluster, or None without a shared pool or with engines of several slots."""
+        """Return the exchange of slots with other runs of the cluster, or None without a shared pool."""
         context, autoscaler, source = self.context, self.context.autoscaler, self.context.leases.source
-        if autoscaler.bids is None or not isinstance(source, PoolClient) or self.pool.width > 1:
+        if autoscaler.bids is None or not isinstance(source, PoolClient):
             return None
-        most = context.most_engines(1)
+        width = self.pool.width
 
         def renew(left: np.ndarray, tokens: np.ndarray, working: int, warm: int) -> int:
-            return autoscaler.renew_rollout(left, tokens, working, warm, context.most_engines(1))  # nodes may join while it runs
+            return autoscaler.renew_rollout(left, tokens, working, warm, context.most_engines(width))  # nodes may join while it runs
 
-        return SharedSlots(context.leases, source, min(autoscaler.bids.most, most), autoscaler.terms.warm_start.predict(), renew)
+        most = min(autoscaler.bids.most // width, context.most_engines(width))
+        return SharedSlots(context.leases, source, most, autoscaler.terms.warm_start.predict(), renew)
 
     def give_back(self, instance: Instance, decision: Decision) -> None:
         """Release the lease of an idle engine if the decision says so. An engine that is still starting keeps it."""

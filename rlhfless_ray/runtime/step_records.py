@@ -127,9 +127,9 @@ class StepRecords:
     def _yield_slots(self) -> None:
         """Give up free slots for which another run waited when the step ended."""
         broker = self.stages.context.broker
-        source, free = broker.leases.source, len(broker.free)
-        surplus, usable = source.surplus, sum(lease.id in source.surplus_leases for lease in broker.free)
-        waits = surplus != 0 or source.others_wait()  # a run of the pool may have its slots by now
-        decision = slots_to_yield(free, 1, waits, surplus, usable)
+        source, view, free = broker.leases.source, broker.leases.source.view, len(broker.free)
+        usable = sum(lease.id in view.surplus_leases for lease in broker.free)
+        waits = view.surplus != 0 or source.others_wait()  # a run of the pool may have its slots by now
+        decision = slots_to_yield(free, 1, waits, view.surplus, usable)
         if decision.action == "Release":
-            broker.release(keep=decision.actors, sooner=source.surplus_leases)
+            broker.release(keep=decision.actors, sooner=view.surplus_leases)

@@ -22,7 +22,8 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger, Prices
-from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.private_slots import PrivateSlots
+from rlhfless_ray.functions.slot_source import SlotSource
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.rank_actors import CriticActor, LearnerActor, ReferenceActor
@@ -64,17 +65,21 @@ class ActorClasses:
         return cls(EngineActor, RewardActor, LearnerActor, EngineActor, CriticActor, ReferenceActor, DrafterActor)
 
 
-def make_leases(recipe: Recipe, resource: str, folder: Path, name_of: Callable[[str], str], source: PoolClient | None) -> LeaseManager:
+def make_leases(
+    recipe: Recipe, resource: str, folder: Path, name_of: Callable[[str], str], source: SlotSource | None, *, private: bool
+) -> LeaseManager:
     """Make the run's leases and their ledger, both empty.
 
     Args:
         folder: the run folder. Its path and the time name the run's leases on a shared cluster.
         name_of: node id → readable name.
-        source: the pool of slots that the runs of the cluster share; None: Ray's queue.
+        source: the pool of slots that the runs of the cluster share; None: a pool of this run alone.
+        private: whether nobody else is on the cluster.
     """
     nodes = ClusterNodes(resource)
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
     ledger = Ledger(resource, prices(recipe, resource, nodes), name_of=name_of)
+    source = source or PrivateSlots(resource, run_id, is_alone=private)
     return LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source, nodes)
 
 
@@ -102,9 +107,7 @@ class PoolMaker:
         self.resource = self.leases.resource
         self.give_back_after_s = 0.0 if give_back_at_once else GIVE_BACK_AFTER_S
         self.faults = FailureBudget(recipe.functions.max_replacements)
-        source = self.leases.source
-        other_runs = source if isinstance(source, PoolClient) else None
-        self.parked = WarmMemoryBudget(recipe.functions.parked_mb, self.leases.nodes.memory_mb, say, other_runs)
+        self.parked = WarmMemoryBudget(recipe.functions.parked_mb, self.leases.nodes.memory_mb, say, self.leases.source)
         parameters = parameter_count(files)
         self.pages = large_page_environment(parameters) if self.resource == "cpu" else {}  # of processes with weights of the learner's size
         self.snapshot_steps = snapshot_every_steps(recipe, parameters)

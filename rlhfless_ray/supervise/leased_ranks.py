@@ -56,15 +56,11 @@ class LeasedRanks:
     def take(self) -> list[str]:
         """Lease slots for at least `min_ranks` ranks, and return the node of each rank. Raises RunError after the lease deadline."""
         self._bid()
-        spare = self.leases.collect(self.leases.ask(self.wanted * self.slots_per_rank), "learner", WAIT_S)
-        while len(self.ranks) < self.wanted:
-            needed = len(self.ranks) < self.min_ranks
-            leases, spare = self.leases.take_together(self.slots_per_rank, "learner", spare, set(), dict, needed, 0.0)
-            if not leases:
-                break
-            self.ranks.append(leases)
+        width = self.slots_per_rank
+        taken = self.leases.take(self.wanted, "learner", None, self.min_ranks, WAIT_S, width=width)
+        self.ranks = [taken[begun : begun + width] for begun in range(0, len(taken), width)]
         even = max(self.min_ranks, even_ranks(len(self.ranks), self.sharing))
-        self.leases.release([*spare, *(lease for leases in self.ranks[even:] for lease in leases)])
+        self.leases.release([lease for leases in self.ranks[even:] for lease in leases])
         del self.ranks[even:]
         self.unassigned, self.changed_s, self.wanted = list(self.ranks), time.monotonic(), self.max_ranks
         return [leases[0].slot.node for leases in self.ranks]
@@ -103,7 +99,7 @@ class LeasedRanks:
         """Return why the ranks should start again in another number, which `take` will then ask for, or an empty string."""
         now, ranks = time.monotonic(), len(self.ranks)
         least = max(self.min_ranks, min(self.sharing, ranks))  # parts of a copy shared by fewer may not fit
-        fewer = max(least, even_ranks(ranks - -(-self.pool.surplus // self.slots_per_rank), self.sharing))
+        fewer = max(least, even_ranks(ranks - -(-self.pool.view.surplus // self.slots_per_rank), self.sharing))
         if fewer < ranks:
             self.wanted = fewer
             return f"another run waits for its slots: training goes on with {fewer} of {ranks} ranks"

@@ -26,6 +26,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.limits import Limits
+from rlhfless_ray.functions.pool_view import view_of
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.rollout_plan import RolloutPlan
@@ -594,7 +595,7 @@ def test_the_rest_of_a_rollout_counts_on_no_slots_of_other_runs() -> None:
     bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
 
     def engines() -> tuple[int, int]:
-        bids.pool.view = state.view("x", 0.0)
+        bids.pool.view = view_of(state, "x", 0.0)
         plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8)
         auto.begin_rollout(plan, True)
         assert plan.update is not None and plan.update.rest is not None and not auto.troubles
@@ -646,13 +647,13 @@ def test_the_learner_grows_on_a_shared_pool_if_the_step_waits_for_its_update() -
     state = pool(8)
     bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
     assert sized(auto).actors == 4, "alone"
-    assert state.view("x", 0.0).target == 5, "the bid for the update and an engine beside it stands"
+    assert view_of(state, "x", 0.0).target == 5, "the bid for the update and an engine beside it stands"
     other = Pool(state, "y")
     other.bid(Bid("y", (1, 4), (0.0, 1e6)))
-    bids.pool.view = state.view("x", 0.0)
+    bids.pool.view = view_of(state, "x", 0.0)
     assert sized(auto).actors == 2, "its share is 4, of which an engine needs one"
     other.bid(Bid("y", (1,), (0.0,)))
-    bids.pool.view = state.view("x", 0.0)
+    bids.pool.view = view_of(state, "x", 0.0)
     assert sized(auto).actors == 4
 
 
@@ -674,7 +675,7 @@ def test_a_budget_of_the_rollout_does_not_keep_the_learner_small() -> None:
     state = pool(8)
     bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
     Pool(state, "y").bid(Bid("y", (1,), (0.0,)))
-    bids.pool.view = state.view("x", 0.0)
+    bids.pool.view = view_of(state, "x", 0.0)
     assert sized(auto).actors == 4 and bids.pair is not None and bids.pair.most == 5
 
 
@@ -700,7 +701,7 @@ def test_counts_that_seem_worse_are_tried_again_beside_a_rollout_too_but_only_wh
     bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
     assert sized(auto).reason.startswith("trying ")
     Pool(bids.pool.state, "y")
-    bids.pool.view = bids.pool.state.view("x", 0.0)
+    bids.pool.view = view_of(bids.pool.state, "x", 0.0)
     assert sized(auto).reason.startswith("1 slot for an update")
     auto.recipe = recipe()
     auto.value_per_s = 100.0

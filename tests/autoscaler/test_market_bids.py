@@ -19,6 +19,7 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.pool_state import PoolState
+from rlhfless_ray.functions.pool_view import view_of
 from tests.functions.test_pool_state import ask, pool
 
 
@@ -28,7 +29,7 @@ class Pool:
     def __init__(self, state: PoolState, run: str, share: float | None = None) -> None:
         self.state, self.info = state, RunInfo(run, share, folder=run)
         assert state.join(self.info, 0.0) == []
-        self.view = state.view(run, 0.0)
+        self.view = view_of(state, run, 0.0)
 
     @property
     def viewed_s(self) -> float:
@@ -37,7 +38,7 @@ class Pool:
     def bid(self, bid, gives_s=None) -> None:
         self.state.bid(bid, 0.0)
         self.state.runs[self.info.run].gives_at_s = gives_s
-        self.view = self.state.view(self.info.run, 0.0)
+        self.view = view_of(self.state, self.info.run, 0.0)
 
     def renew_bid(self, bid) -> None:
         self.bid(bid)

@@ -142,13 +142,13 @@ def test_every_lease_of_a_run_has_one_owner_after_every_phase(private_ray: None,
 
 @pytest.mark.parametrize(
     ("surplus", "others", "left"),
-    [(None, True, 2), (1, True, 3), (0, True, 2), (0, False, 4)],
-    ids=["Ray's queue", "a run of the pool", "a program beside the pool", "a run that has got its slots since"],
+    [(1, True, 3), (0, True, 2), (0, False, 4)],
+    ids=["a run of the pool", "a program beside the pool", "a run that has got its slots since"],
 )
-def test_slots_are_yielded_to_whoever_still_waits(broker: SlotBroker, surplus: int | None, others: bool, left: int) -> None:
+def test_slots_are_yielded_to_whoever_still_waits(broker: SlotBroker, surplus: int, others: bool, left: int) -> None:
     broker.put(broker.leases.grant("a", "a", "a", "a"))  # type: ignore[attr-defined]
     wanted = [broker.free[0].id] if surplus else []
-    source = SimpleNamespace(surplus=surplus, surplus_leases=wanted, others_wait=lambda: others)
+    source = SimpleNamespace(view=SimpleNamespace(surplus=surplus, surplus_leases=wanted), others_wait=lambda: others)
     broker.leases.source = source  # type: ignore[assignment]
     StepRecords._yield_slots(SimpleNamespace(stages=SimpleNamespace(context=SimpleNamespace(broker=broker))))  # type: ignore[arg-type]
     assert len(broker.free) == left and not any(lease.id in wanted for lease in broker.free)

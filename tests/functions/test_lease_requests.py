@@ -11,53 +11,31 @@ import pytest
 
 from placement.market import Bid
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.functions import slot_source, worker_pool
+from rlhfless_ray.functions import node_groups, worker_pool
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.pool_messages import RunSlots, SlotRequest
+from rlhfless_ray.functions.node_groups import NodeGroups, is_reserving
+from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, RayGroups, is_reserving
+from rlhfless_ray.functions.slot_source import SlotSource
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from tests.functions.test_pool_messages import joined, say
 from tests.functions.test_pool_state import pool
 
 
-class Source:
+class Source(SlotSource):
     """A shared pool without Ray. Each call reaches it at once, and a wait ends at once."""
 
-    grants_devices = True
-    surplus = None
-
     def __init__(self, state: PoolState, slots: RunSlots) -> None:
-        self.state, self.slots = state, slots
+        super().__init__("cpu", RunInfo(slots.run))
+        self.state, self.slots, self.others = state, slots, False
 
-    def tell(self) -> None:
-        self.slots.accept(say(self.state, self.slots.statement()))
-
-    def ask(self, requests: list[LeaseRequest]) -> None:
-        self.slots.ask(SlotRequest(one.id, self.slots.run, one.node, one.labels, one.device) for one in requests)
-        self.tell()
-
-    def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
-        self.tell()
-        slot = self.slots.held.get(request.id)
-        return None if slot is None else Grant(slot.request, slot.node, slot.device)
-
-    def withdraw(self, requests: list[LeaseRequest]) -> None:
-        self.release([one.id for one in requests])
-
-    def release(self, ids: list[str]) -> None:
-        self.slots.end(ids)
-        self.tell()
-
-    drop = release
+    def _exchange(self, seconds: float | None = None) -> None:
+        self._accept(say(self.state, self.slots.statement()))
 
     def others_wait(self) -> bool:
-        return False
-
-    def may_wait(self) -> bool:
-        return False
+        return self.others
 
     def close(self) -> None:
         pass
@@ -73,7 +51,7 @@ def test_a_standing_request_does_not_keep_the_only_slot_from_one_that_is_needed(
     [lost, other] = leases.take(2, "rollout")
     [standing] = leases.ask(1)
     leases.release([other])
-    source.tell()
+    source.look()
     assert standing.id in slots.held and standing.id in leases.pending  # granted, and not collected
     state.drop(slots.held[lost.id].id, 0.0)
     leases.release([lost])
@@ -89,9 +67,9 @@ def test_a_needed_slot_whose_node_is_lost_as_it_is_granted_is_waited_for(monkeyp
     source: Any = Source(state, slots)
     granted = source.wait
 
-    def lose(request: LeaseRequest, until_s: float) -> Grant | None:
+    def lose(request: SlotRequest, until_s: float) -> list[PoolSlot]:
         waits.append(until_s)
-        return granted(request, until_s) if len(waits) > 2 else None
+        return granted(request, until_s) if len(waits) > 2 else []
 
     source.wait = lose
     leases = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", source)
@@ -109,12 +87,12 @@ def test_a_needed_slot_is_asked_for_elsewhere_once_the_last_node_of_its_label_is
     asked: dict[str, dict[str, str]] = {}
     withdrawn: list[str] = []
 
-    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
-        return Grant(request.id, "home", 0) if asked[request.id] == home else None
+    def wait(request: SlotRequest, until_s: float) -> list[PoolSlot]:
+        return [PoolSlot("s", "home", 0)] if asked[request.id] == home else []
 
     source: Any = SimpleNamespace(wait=wait, may_wait=lambda: False)
-    source.ask = lambda requests: asked.update({one.id: one.labels for one in requests})
-    source.withdraw = lambda requests: withdrawn.extend(one.id for one in requests)
+    source.ask = lambda requests, returns: asked.update({one.id: one.labels for one in requests})
+    source.release = lambda ids, **_: withdrawn.extend(ids)
     leases = LeaseManager("cpu", Ledger("cpu"), 5.0, "x", source, SimpleNamespace(slots=lambda labels: {}))  # type: ignore[arg-type]
     looks = iter([spot, spot, spot, home])
     [lease] = leases.take(1, "rollout", labels=lambda: next(looks, home))
@@ -129,10 +107,10 @@ def test_slots_that_come_one_after_the_other_are_waited_for(pause_s, expected):
     source: Any = Source(state, slots)
     granted, next_s = source.wait, [time.monotonic()]
 
-    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
+    def wait(request: SlotRequest, until_s: float) -> list[PoolSlot]:
         time.sleep(max(0.0, min(next_s[0], until_s) - time.monotonic()))
         if time.monotonic() < next_s[0]:
-            return None
+            return []
         next_s[0] = time.monotonic() + pause_s
         return granted(request, until_s)
 
@@ -147,7 +125,7 @@ def test_each_engine_starts_as_soon_as_its_own_slot_is_granted():
     source: Any = Source(state, slots)
     granted, events = source.wait, list[str]()
 
-    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
+    def wait(request: SlotRequest, until_s: float) -> list[PoolSlot]:
         events.append("wait")
         return granted(request, until_s)
 
@@ -165,16 +143,15 @@ def test_each_engine_starts_as_soon_as_its_own_slot_is_granted():
 
 def test_a_parked_engine_counts_as_warm_only_if_its_devices_can_be_had():
     """Plans counted on engines whose devices another run held: they started anew, 22 s each on a GPU."""
-    leases: Any = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", SimpleNamespace(warm_due=lambda: (("a", "0"), ("a", "2"))), None)
+    view = PoolView(warm_free=(("a", "0"),), warm_lent=(("a", "2"),))
+    leases: Any = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", SimpleNamespace(look=lambda: view), None)  # type: ignore[arg-type]
     leases.held = {"lease": Lease("lease", Slot("a", 3))}
     engines = WorkerPool("rollout", lambda slot: None, leases, 60.0, on_device=True)
     engines.parked = [Instance("rollout", Slot("a", device), None, memory_mb=7.0) for device in (0, 1, 2, 3)]
     engines.parked.append(Instance("rollout", Slot("a", 2), None))  # started ahead: its engine is not built
-    assert engines.count_warm(1, leases.reachable()) == 3 and engines.count_warm(1, leases.source.warm_due()) == 2
+    assert engines.count_warm(1, leases.reachable()) == 3 and engines.count_warm(1, view.warm_free) == 1
     engines.parked = [Instance("rollout", Slot("a", devices), None, memory_mb=7.0, width=2) for devices in ("0,1", "2,3")]
     assert engines.count_warm(2, leases.reachable()) == 1 and engines.count_warm(1, leases.reachable()) == 0
-    leases.source.warm_due = lambda: None
-    assert leases.reachable() is None and engines.count_warm(2, None) == 2
     on_cores = WorkerPool("rollout", lambda slot: None, SimpleNamespace(resource="cpu", ledger=None), 60.0, on_device=True)  # type: ignore[arg-type]
     on_cores.parked = [Instance("rollout", Slot("a", 0), None, memory_mb=7.0)]
     assert on_cores.count_warm(1, set()) == 1, "it works on any slot of its node"
@@ -211,14 +188,20 @@ def test_a_slot_is_reserved_during_each_attempt_of_ray(state: str, attempt: int,
 
 
 def test_a_request_is_withdrawn_only_once_no_node_reserves_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, removed = ["PREPARED", "PREPARED", "CREATED"], []
-    monkeypatch.setattr(slot_source, "placement_group", lambda bundles, name, **_: name)
-    monkeypatch.setattr(slot_source, "placement_group_table", lambda group: {"state": states.pop(0)})
-    monkeypatch.setattr(slot_source, "remove_placement_group", lambda group: removed.append((group, len(states))))
-    source, request = RayGroups("cpu"), LeaseRequest("run-1", 0.0)
-    source.ask([request])
-    source.withdraw([request])
-    assert removed == [("rlhfless-run-1", 0)] and not source.groups
+    states, removed, state = ["PREPARED", "PREPARED", "CREATED"], [], pool(0)
+    monkeypatch.setattr(node_groups, "placement_group", lambda bundles, name, **_: name)
+    monkeypatch.setattr(node_groups, "placement_group_table", lambda group: {"state": states.pop(0)})
+    monkeypatch.setattr(node_groups, "remove_placement_group", lambda group: removed.append((group, len(states))))
+    [run], groups = joined(state, "x"), NodeGroups("cpu", "rlhfless-run-", is_shared=False, is_bundled=False)
+    state.ask(SlotRequest("x/1", "x"), 0.0)
+    groups.ask(state, 0.0)
+    assert [group.name for group in groups.asked] == ["rlhfless-run-1"]
+    say(state, run.statement())  # it wants nothing any more
+    groups.ask(state, 0.1)
+    for now_s in (0.1, 0.2, 0.3):
+        assert not groups.asked and len(groups.leaving) == 1 and not removed
+        groups.advance(state, now_s)
+    assert removed == [("rlhfless-run-1", 0)] and not groups.leaving
 
 
 def test_a_slot_that_no_node_has_is_not_waited_for_because_other_runs_hold_others(monkeypatch):
@@ -230,10 +213,7 @@ def test_a_slot_that_no_node_has_is_not_waited_for_because_other_runs_hold_other
     monkeypatch.setattr(leases, "availability", lambda: "no Ray")
     asked: list[int] = []
     source.may_wait = lambda: not asked.append(1) and len(asked) < 3
-    for take in (
-        lambda: leases.take(1, "rollout", labels=lambda: {"market": "spot"}),
-        lambda: leases.take_together(2, "rollout", [], set(), dict, True, 0.0),
-    ):
+    for take in (lambda: leases.take(1, "rollout", labels=lambda: {"market": "spot"}), lambda: leases.take(1, "rollout", width=2)):
         with pytest.raises(RunError, match="within"):
             take()
     assert not asked
@@ -252,12 +232,12 @@ def test_two_rollouts_that_each_hold_half_of_what_both_need_take_turns(monkeypat
     actor = SimpleNamespace(open=SimpleNamespace(remote=lambda threads: None))
 
     def run(slots: RunSlots) -> None:
-        def tell() -> None:
+        def tell(seconds: float | None = None) -> None:
             with lock:
                 slots.accept(say(state, slots.statement(), time.monotonic()))
 
         source: Any = Source(state, slots)
-        source.tell = tell
+        source._exchange = tell
         leases = LeaseManager("cpu", Ledger("cpu"), 20.0, slots.run, source, nodes)
         monkeypatch.setattr(leases, "availability", lambda: "no Ray")
         left_by_update = leases.take(1, "learn")

@@ -1,6 +1,7 @@
 """Leases on real placement groups: granted, handed over, released, refused with a reason."""
 
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,12 @@ from ray.exceptions import GetTimeoutError, NodeDiedError
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.functions import lease, slot_source
+from rlhfless_ray.functions import lease, node_groups
 from rlhfless_ray.functions.cluster_nodes import cluster_slots, node_slots
 from rlhfless_ray.functions.instance import device_environment
 from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot, places
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.slot_source import RayGroups, device_named
+from rlhfless_ray.functions.node_groups import device_named
 
 pytestmark = pytest.mark.ray
 
@@ -81,27 +82,29 @@ def test_fewer_than_asked_for_are_taken_where_that_is_enough(ray_cluster):
 
 
 def test_a_node_that_is_lost_as_it_grants_a_device_has_granted_none(ray_cluster, monkeypatch):
-    leases, device, lost = leases_of("gpu"), RayGroups._device, [NodeDiedError("gone"), GetTimeoutError("no answer")]
+    leases, name, lost = leases_of("gpu"), node_groups.name_devices, [NodeDiedError("gone"), GetTimeoutError("no answer")]
 
-    def ask(self, group):
-        if lost:
-            raise lost.pop()
-        return device(self, group)
+    def ask(group, count):
+        if not lost:
+            return name(group, count)
+        failed = Future()
+        failed.set_exception(lost.pop())
+        return failed
 
-    monkeypatch.setattr(RayGroups, "_device", ask)
-    assert len(leases.take(4, "rollout", need=0, wait_s=20.0)) == 2 == len(leases.held) == groups_alive(leases) and not leases.pending
+    monkeypatch.setattr(node_groups, "name_devices", ask)
+    assert len(leases.take(4, "rollout", need=0, wait_s=20.0)) == 4 == groups_alive(leases) and not lost and not leases.pending
     leases.release_all()
 
 
 def test_handing_over_does_not_touch_the_group_and_changes_the_holder_in_the_ledger(ray_cluster):
     leases = leases_of("cpu")
     [lease] = leases.take(1, "rollout")
-    group = leases.source.groups[lease.id].id
+    group = leases.source.slots.held[lease.id].group
     leases.hand_over(lease, "rollout", "rollout-1")
     time.sleep(0.02)
     leases.hand_over(lease, "learn", "learn-1")
     time.sleep(0.02)
-    assert leases.source.groups[lease.id].id == group and lease.holder == "learn-1"
+    assert leases.source.slots.held[lease.id].group == group and lease.holder == "learn-1"
     leases.release([lease])
     kinds = [row.kind for row in leases.ledger.rows]
     assert kinds[-1] == "learn" and "rollout" in kinds
@@ -131,7 +134,7 @@ def test_looking_for_others_takes_a_hundredth_of_the_time_at_most(monkeypatch):
         now[0] += 0.5
         return {"theirs": {"state": "PENDING", "bundles": {0: {"CPU": 1}}, "name": ""}}
 
-    monkeypatch.setattr(slot_source, "placement_group_table", table)
+    monkeypatch.setattr(node_groups, "placement_group_table", table)
     monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now[0]))
     leases, told = leases_of("cpu"), []
     while now[0] < 200:

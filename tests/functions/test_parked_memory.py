@@ -14,6 +14,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger, Prices
+from rlhfless_ray.functions.private_slots import PrivateSlots
 from rlhfless_ray.functions.warm_memory_budget import FIRST_MB, WarmMemoryBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 
@@ -127,7 +128,7 @@ def test_a_prewarmed_process_tells_what_it_holds(pool: WorkerPool) -> None:
 def test_no_more_is_started_ahead_or_kept_than_a_node_has_memory_for(pool: WorkerPool) -> None:
     """100 MB as they work, 25 where they only wait; of one that has not told it is not known yet."""
     said: list[str] = []
-    budget = WarmMemoryBudget(FIRST_MB + 60.0, lambda node: 0.0, said.append)
+    budget = WarmMemoryBudget(FIRST_MB + 60.0, lambda node: 0.0, said.append, PrivateSlots("cpu", "alone"))
     pool.parked_memory = budget
     budget.watch(pool)
     leases = pool.leases.take(3, "other", need=3)
@@ -157,7 +158,7 @@ def test_without_an_amount_it_is_half_of_the_node(pool: WorkerPool) -> None:
     (told,) = [one["Resources"]["memory"] for one in ray.nodes()]
     assert pool.leases.nodes.memory_mb(node) == told / 2**20 and pool.leases.nodes.memory_mb("elsewhere") == float("inf")
     said: list[str] = []
-    pool.parked_memory = WarmMemoryBudget(None, lambda _: 2 * FIRST_MB, said.append)
+    pool.parked_memory = WarmMemoryBudget(None, lambda _: 2 * FIRST_MB, said.append, PrivateSlots("cpu", "alone"))
     pool.parked_memory.watch(pool)
     slot = Slot(node, 0)
     assert pool.prewarm(slot) is not None and pool.prewarm(slot) is None and "(50% of its memory)" in said[0]

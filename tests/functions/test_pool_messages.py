@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +23,11 @@ from rlhfless_ray.functions import cost_record
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.pool_messages import MESSAGES, PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
+from rlhfless_ray.functions.pool_messages import MESSAGES, OTHER_VERSION, PoolSlot, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
+from rlhfless_ray.functions.pool_view import reply_to, view_of
 from rlhfless_ray.functions.slot_pool import SAVE_S, SlotPool, UnknownRun
+from rlhfless_ray.functions.slot_source import SlotSource
 from tests.functions.test_pool_state import pool
 
 NODES = {"a": (3, {}), "b": (2, {})}
@@ -43,7 +44,7 @@ def say(state: PoolState, statement: Statement, now_s: float = 0.0) -> Reply:
     """Deliver a statement."""
     state.tell(statement, now_s)
     state.match(now_s)
-    return state.reply(statement.run, now_s)
+    return reply_to(state, statement.run, now_s)
 
 
 def test_a_request_that_comes_after_its_end_is_not_granted():
@@ -106,17 +107,17 @@ def test_a_run_does_not_pay_for_the_way_of_its_messages():
     state.tell(x.statement(), 0.0)
     for slot in state.match(0.0):
         slot.granted_s = 1000.0  # wall-clock time, at which the run's ledger begins
-    x.accept(state.reply("x", 0.5))
+    x.accept(reply_to(state, "x", 0.5))
     x.end(["x/0"], 1008.0)
     x.end(["x/1"])  # granted, but too late for the run
     x.statement()  # is lost
     heard = x.statement()
     x.end(["x/2"], 1009.0)
     x.accept(say(state, heard, 10.0))
-    assert (state.view("x", 10.0).slot_s, state.free_slot_s) == (18.0, 12.0)
+    assert (view_of(state, "x", 10.0).slot_s, state.free_slot_s) == (18.0, 12.0)
     assert list(x.statement().paid_s) == ["x/2"], "the pool knows of the others"
     say(state, x.statement(), 30.0)
-    assert (state.view("x", 30.0).slot_s, state.free_slot_s) == (17.0, 73.0)
+    assert (view_of(state, "x", 30.0).slot_s, state.free_slot_s) == (17.0, 73.0)
 
 
 def test_a_node_that_a_run_found_lost_is_granted_to_none_of_its_requests():
@@ -264,9 +265,8 @@ TestMessages.settings = settings(max_examples=50, stateful_step_count=40)
 
 def client_of(handle: object) -> PoolClient:
     client = object.__new__(PoolClient)
-    client.slots, client.view, client.info = RunSlots("x"), PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0), RunInfo("x")
-    client.viewed_s = 0.0
-    client.lock, client.closed, client.lost, client.handle = threading.RLock(), threading.Event(), "", handle
+    SlotSource.__init__(client, "cpu", RunInfo("x"))
+    client.closed, client.lost, client.handle = threading.Event(), "", handle
     return client
 
 
@@ -349,7 +349,7 @@ def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
     killed: list[str] = []
     monkeypatch.setattr("rlhfless_ray.functions.slot_pool._end_processes", killed.append)
     pool = object.__new__(SlotPool)
-    pool.state, pool.orphans, pool.look, pool._look_at_others, pool._settle = PoolState(time.monotonic()), {}, *[lambda: None] * 3
+    pool.state, pool.orphans, pool._look_at_others, pool._settle = PoolState(time.monotonic()), {}, *[lambda: None] * 2
     pool.state.silent_s = 0.8
     pool.state.join(RunInfo("x", job="1"), time.monotonic())
 
@@ -366,58 +366,13 @@ def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
     assert not pool.state.runs and killed == ["1"], "its own silence counts"
 
 
-def test_a_device_whose_name_takes_long_is_not_lost_to_a_request_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray answers no task of a removed group, so groups that were removed before their device was named kept all later ones waiting."""
-    pool = object.__new__(SlotPool)
-    pool.resource, pool.state, pool.idle_s, pool.keeps_warm, pool.counter, pool.began_s = "gpu", PoolState(0.0), 30.0, True, 0, 0.0
-    pool.creating, pool.arriving, pool.withdrawn, pool.tasks, pool.saved = {}, set(), [], set(), pool.state.past
-    pool.saved_s = time.monotonic()
-    pool.state.set_nodes({"a": (1, {})}, 0.0)
-    [run] = joined(pool.state, "x")
-    table, removed = {"state": "CREATED", "bundles_to_node_id": {0: "a"}}, []
-
-    async def give_up_and_ask_again() -> None:
-        pool.changed, pool.naming, answering = asyncio.Event(), defaultdict(asyncio.Lock), asyncio.Event()
-
-        async def name_device(group: str) -> list[int]:
-            await answering.wait()
-            if group in removed:
-                await asyncio.Event().wait()
-            return [7]
-
-        faked = {
-            "request_group": lambda resource, name, node, labels, lifetime: name,
-            "placement_group_table": lambda group: table,
-            "remove_placement_group": removed.append,
-            "PlacementGroupSchedulingStrategy": lambda group, **_: group,
-            "device_ids": SimpleNamespace(
-                options=lambda *, scheduling_strategy, **_: SimpleNamespace(remote=lambda: name_device(scheduling_strategy))
-            ),
-        }
-        for name, value in faked.items():
-            monkeypatch.setattr(f"rlhfless_ray.functions.slot_pool.{name}", value)
-        run.ask([SlotRequest("first", "x", device=7)])
-        await pool.tell(run.statement())
-        await asyncio.sleep(0.01)
-        run.end(["first"])
-        await pool.tell(run.statement())
-        await asyncio.sleep(0.01)
-        answering.set()
-        run.ask([SlotRequest("second", "x", device=7)])
-        reply = await pool.tell(run.statement(), 5.0)
-        assert reply.granted["second"].device == 7 and not removed
-
-    asyncio.run(give_up_and_ask_again())
-
-
 def test_a_pool_stores_what_it_has_counted_before_a_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it died, the hand-overs and free slots since the last run's end were lost."""
     saved: list[int] = []
     monkeypatch.setattr("rlhfless_ray.functions.slot_pool.save_costs", lambda resource, state, *_: saved.append(state.handovers))
     pool = object.__new__(SlotPool)
-    pool.resource, pool.state, pool.idle_s, pool.changed, pool.creating = "cpu", PoolState(0.0), 30.0, asyncio.Event(), {}
-    pool.keeps_warm = True
-    pool.arriving, pool.counted_from_s, pool.saved, pool.saved_s = set(), 0.0, pool.state.past, time.monotonic()
+    pool.resource, pool.state, pool.changed, pool.pool = "cpu", PoolState(0.0), asyncio.Event(), SimpleNamespace(settle=lambda: None)  # type: ignore[assignment]
+    pool.counted_from_s, pool.saved, pool.saved_s = 0.0, pool.state.past, time.monotonic()
     pool.state.handovers = 3
     pool._settle()
     assert not saved
@@ -451,14 +406,6 @@ def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
     refused, _ = asyncio.run(pool.join(RunInfo("x"), "session", []))
     assert "another version of rlhfless-ray" in refused
 
-    def join(*_: Any, **messages: int) -> None:
-        raise TypeError(f"got an unexpected keyword argument {next(iter(messages))!r}")  # as Ray says of a pool of the first version
-
-    run = object.__new__(PoolClient)
-    run.info, run.slots, run.handle = RunInfo("x"), RunSlots("x"), SimpleNamespace(join=SimpleNamespace(remote=join))
-    with pytest.raises(UserError, match="another version of rlhfless-ray"):
-        run._join_first()
-
 
 def test_devices_that_a_run_has_just_released_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan right after the release would count their parked engines as cold, because the view of the pool is up to a second old."""
@@ -470,7 +417,7 @@ def test_devices_that_a_run_has_just_released_are_reachable(monkeypatch: pytest.
     leases = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", client, SimpleNamespace(known_going=set))  # type: ignore[arg-type]
     held = leases.take(4, "rollout")
     client.parks({}, frozenset(("a", str(device)) for device in range(4)))
-    client._tell()
+    client.look()
     leases.release(held[1:])
     assert leases.reachable() == {("a", str(device)) for device in range(4)}
 
@@ -493,8 +440,8 @@ def test_the_table_of_a_pool_of_another_version_is_refused_in_a_sentence(
 
 
 def test_a_run_whose_pool_was_replaced_by_one_of_another_version_ends_with_that_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def join(*_: Any, **messages: int) -> None:
-        raise TypeError(f"got an unexpected keyword argument {next(iter(messages))!r}")
+    def join(*_: Any, messages: int) -> tuple[str, list[str]]:
+        return OTHER_VERSION, []
 
     def unknown(*_: Any) -> None:
         raise UnknownRun
@@ -502,6 +449,7 @@ def test_a_run_whose_pool_was_replaced_by_one_of_another_version_ends_with_that_
     pool = SimpleNamespace(join=SimpleNamespace(remote=join), tell=SimpleNamespace(remote=unknown))
     client = client_of(pool)
     monkeypatch.setattr(client, "_find", lambda: pool)
+    monkeypatch.setattr("rlhfless_ray.functions.pool_client.ray.get", lambda reply, timeout: reply)
     client._rejoin(UnknownRun())
     with pytest.raises(RunError, match="another version of rlhfless-ray"):
         client.bid(Bid("x", (1,), (0.0,)))

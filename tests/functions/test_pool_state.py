@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from placement.market import Bid
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, RunInfo, SlotRequest
 from rlhfless_ray.functions.pool_state import HEARD_S, IDLE_S, RECENT_S, WARM_IDLE_S, PoolState
+from rlhfless_ray.functions.pool_view import view_of
 
 NODES = {"a": (3, {"zone": "1"}), "b": (2, {})}
 
@@ -143,7 +144,7 @@ class SharedSlots(RuleBasedStateMachine):
     @invariant()
     def every_slot_has_one_holder_and_every_second_one_payer(self) -> None:
         state = self.state
-        state._account(self.now)
+        state.account(self.now)
         for slot in state.slots.values():
             assert (slot.holder in state.runs) != (slot.holder == "") and (slot.request != "") == (slot.holder != "")
         granted = [slot.request for slot in state.slots.values() if slot.holder]
@@ -203,10 +204,10 @@ def test_a_run_that_comes_back_has_paid_for_its_silence():
     state.join(info, 0.0)
     ask(state, "x", 2, 0.0)
     state.match(0.0)
-    heard = state.view("x", 5.0)
+    heard = view_of(state, "x", 5.0)
     state.leave("x", 5.0 + SILENT_S)
     state.join(info, 40.0, before=heard)
-    assert state.view("x", 50.0).slot_s == state.view("x", 50.0).today_slot_s == 2 * (5.0 + SILENT_S) and not state.past
+    assert view_of(state, "x", 50.0).slot_s == view_of(state, "x", 50.0).today_slot_s == 2 * (5.0 + SILENT_S) and not state.past
 
 
 def test_time_in_which_the_pool_itself_stood_still_is_no_silence():
@@ -240,7 +241,7 @@ def test_a_view_says_what_the_other_runs_keep_parked_and_can_be_shown() -> None:
     for name in "xyz":
         state.join(RunInfo(name), 0.0)
         state.runs[name].parked_mb = {"a": 100.0, name: 50.0}
-    assert asdict(state.view("x", 1.0))["parked_mb"] == {"a": 200.0, "y": 50.0, "z": 50.0}
+    assert asdict(view_of(state, "x", 1.0))["parked_mb"] == {"a": 200.0, "y": 50.0, "z": 50.0}
 
 
 def test_a_free_slot_goes_back_to_ray_after_a_while():
@@ -263,7 +264,7 @@ def test_runs_that_need_more_than_is_left_take_turns():
     assert len(state.match(0.0)) == 3 and state.clearing().slots == {"x": 3, "y": 0}
     ask(state, "y", 3, 1.0)
     assert len(state.match(1.0)) == 1 and state.clearing().slots == {"x": 0, "y": 3}
-    view = state.view("x", 1.0)
+    view = view_of(state, "x", 1.0)
     assert view.surplus == 2 and view.waiting == ("y",) and "waits for its turn" in view.reason
     state.release(x, 2.0)
     assert len(state.match(2.0)) == 2 and state.held("y") == 3
@@ -283,9 +284,9 @@ def test_runs_take_turns_with_a_slot_that_belongs_to_several(slots, names):
         state.match(now)
         for name in names:
             mine = [slot.request for slot in state.slots.values() if slot.holder == name]
-            state.release(mine[: state.view(name, now).surplus], now)
+            state.release(mine[: view_of(state, name, now).surplus], now)
         state.match(now)
-    paid = [state.view(name, end_s).slot_s for name in names]
+    paid = [view_of(state, name, end_s).slot_s for name in names]
     assert max(paid) - min(paid) < 0.1 * sum(paid) / len(paid) and state.handovers < end_s / 40
     assert max(paid) - min(paid) == pytest.approx(np.ptp([state.credits.of(name) for name in names]), rel=0.1, abs=1.0)
 
@@ -300,7 +301,7 @@ def test_a_run_that_starts_does_not_pause_for_one_that_waits():
     assert state.clearing().slots == {"x": 1, "y": 0, "z": 1}
     for name in "xz":
         state.bid(Bid(name, (1, 2), (0.0, 5.0)), 3.0)
-    assert state.clearing().slots == {"x": 1, "y": 1, "z": 0} and state.view("z", 3.0).surplus == 1
+    assert state.clearing().slots == {"x": 1, "y": 1, "z": 0} and view_of(state, "z", 3.0).surplus == 1
     state.bid(Bid("y", (1,), (0.0,)), 4.0)
     assert state.clearing().slots == {"x": 1, "y": 0, "z": 1}, "it has started"
 
@@ -317,7 +318,7 @@ def test_a_run_keeps_its_turn_until_it_has_all_slots_that_it_needs():
         state.release(x[k : k + 1], now_s)
         state.match(now_s)
     assert (state.held("y"), state.held("z")) == (2, 0)
-    assert state.clearing().slots == {"x": 0, "y": 0, "z": 2} and state.view("y", 4.0).surplus == 2, "it is another one's turn"
+    assert state.clearing().slots == {"x": 0, "y": 0, "z": 2} and view_of(state, "y", 4.0).surplus == 2, "it is another one's turn"
 
 
 def test_a_run_with_some_of_the_slots_that_it_needs_gets_its_turn_too():
@@ -330,7 +331,7 @@ def test_a_run_with_some_of_the_slots_that_it_needs_gets_its_turn_too():
         state.bid(Bid(name, (2, 3), (0.0, 9.0)), now_s)
     ask(state, "x", 1, 10.0, start=1), ask(state, "y", 1, 10.0, start=2)
     state.match(10.0)
-    assert (state.view("x", 10.0).surplus, state.view("y", 10.0).surplus) == (0, 2)
+    assert (view_of(state, "x", 10.0).surplus, view_of(state, "y", 10.0).surplus) == (0, 2)
 
 
 def test_a_run_is_asked_for_slots_of_nodes_that_the_waiting_run_can_use():
@@ -342,15 +343,15 @@ def test_a_run_is_asked_for_slots_of_nodes_that_the_waiting_run_can_use():
     state.join(RunInfo("x"), 0.0), state.join(RunInfo("y"), 0.0)
     state.bid(Bid("y", (1, 2, 3), (0.0, 5.0, 9.0)), 0.0)
     x = ask(state, "x", 4, 0.0)
-    assert len(state.match(0.0)) == 4 and state.view("x", 0.0).surplus == 0
+    assert len(state.match(0.0)) == 4 and view_of(state, "x", 0.0).surplus == 0
     state.ask(SlotRequest("y/1", "y", "a"), 1.0)
     state.match(1.0)
-    assert (state.view("x", 1.0).surplus, nodes_of(state, "x", 1.0)) == (2, {"a"})
+    assert (view_of(state, "x", 1.0).surplus, nodes_of(state, "x", 1.0)) == (2, {"a"})
     state.release(["y/1"], 2.0)
     assert nodes_of(state, "x", 2.0) == {"a"}, "it asks again after a moment"
     state.ask(SlotRequest("y/2", "y", labels={"zone": "2"}), 2.0)
     state.match(2.0)
-    assert (state.view("x", 2.0).surplus, nodes_of(state, "x", 2.0)) == (0, set())
+    assert (view_of(state, "x", 2.0).surplus, nodes_of(state, "x", 2.0)) == (0, set())
     state.release(["y/2", *x[:1]], 3.0)
     state.ask(SlotRequest("y/3", "y", labels={"zone": "1"}), 3.0)
     state.match(3.0)
@@ -359,7 +360,7 @@ def test_a_run_is_asked_for_slots_of_nodes_that_the_waiting_run_can_use():
 
 def nodes_of(state: PoolState, run: str, now_s: float) -> set[str]:
     """Nodes of the slots that a run should give back."""
-    wanted = state.view(run, now_s).surplus_leases
+    wanted = view_of(state, run, now_s).surplus_leases
     return {slot.node for slot in state.slots.values() if slot.request in wanted}
 
 
@@ -371,16 +372,16 @@ def test_a_learner_gets_back_the_device_of_its_state_and_no_other_one():
         state.bid(Bid(name, (1, 2), (0.0, 9.0)), 0.0)
     _, second = ask(state, "y", 2, 0.0)
     state.match(0.0)
-    device = state.granted(second).device
+    device = state.leased.get(second).device
     state.ask(SlotRequest("x/1", "x", "a", device=device), 1.0)
     assert not state.match(1.0), "another device is free"
     assert state.has_device(state.requests["x/1"]), "Ray need not be asked for it"
-    view = state.view("y", 1.0)
+    view = view_of(state, "y", 1.0)
     assert (view.held, view.surplus, view.surplus_leases) == (2, 1, (second,)), "although it has no more than its target"
     state.release([second], 2.0)
     state.ask(SlotRequest("y/3", "y"), 2.0)
-    assert sorted(slot.request for slot in state.match(2.0)) == ["x/1", "y/3"] and state.granted("x/1").device == device
-    assert state.view("y", 2.0).surplus == 0
+    assert sorted(slot.request for slot in state.match(2.0)) == ["x/1", "y/3"] and state.leased.get("x/1").device == device
+    assert view_of(state, "y", 2.0).surplus == 0
 
 
 def test_others_get_the_device_of_a_learners_state_last():
@@ -410,7 +411,7 @@ def test_a_run_gets_the_devices_of_its_parked_processes():
     state.release([f"x/{number}" for number in range(3)], 1.0)
     ask(state, "y", 2, 1.0)
     assert [slot.device for slot in state.match(1.0)] == [0, 1], "although another run was the last to hold it"
-    assert state.view("x", 1.0).warm_free == (("a", "2"), ("a", "3")) and state.view("y", 1.0).warm_free == ()
+    assert view_of(state, "x", 1.0).warm_free == (("a", "2"), ("a", "3")) and view_of(state, "y", 1.0).warm_free == ()
 
 
 def test_a_device_that_went_back_to_ray_is_still_free_for_its_parked_process():
@@ -421,10 +422,10 @@ def test_a_device_that_went_back_to_ray_is_still_free_for_its_parked_process():
     state.runs["x"].warm = frozenset({("a", "0"), ("a", "1"), ("gone", "0")})
     for slot in state.idle(301.0):
         state.drop(slot.id, 301.0)
-    assert not state.slots and state.view("x", 301.0).warm_free == (("a", "0"), ("a", "1"))
+    assert not state.slots and view_of(state, "x", 301.0).warm_free == (("a", "0"), ("a", "1"))
     state.put(PoolSlot("s2", "a", 1), 302.0)
     ask(state, "y", 1, 302.0)
-    assert state.match(302.0) and state.view("x", 302.0).warm_free == (("a", "0"),)
+    assert state.match(302.0) and view_of(state, "x", 302.0).warm_free == (("a", "0"),)
 
 
 def test_a_device_that_another_run_borrows_comes_back_and_one_of_its_share_does_not():
@@ -435,11 +436,11 @@ def test_a_device_that_another_run_borrows_comes_back_and_one_of_its_share_does_
     state.runs["x"].warm = frozenset({("a", "0"), ("a", "1"), ("a", "3")})
     ask(state, "y", 3, 0.0)
     assert {slot.device for slot in state.match(0.0)} == {0, 1, 2}
-    view = state.view("x", 1.0)
+    view = view_of(state, "x", 1.0)
     assert view.warm_free == (("a", "3"),) and view.warm_lent == (("a", "0"),)
     state.runs["y"].info = RunInfo("y", share=0.75)
     state.bid(Bid("y", (1, 4), (0.0, 9.0)), 1.0)
-    assert state.view("x", 1.0).warm_lent == ()
+    assert view_of(state, "x", 1.0).warm_lent == ()
 
 
 def test_a_run_gives_back_the_devices_of_the_waiting_runs_processes():
@@ -450,12 +451,12 @@ def test_a_run_gives_back_the_devices_of_the_waiting_runs_processes():
     held = ask(state, "x", 4, 0.0)
     state.match(0.0)
     ask(state, "y", 1, 1.0)
-    assert state.view("x", 1.0).surplus == 1 and state.view("x", 1.0).surplus_leases == tuple(held)
+    assert view_of(state, "x", 1.0).surplus == 1 and view_of(state, "x", 1.0).surplus_leases == tuple(held)
     state.runs["y"].warm = frozenset({("a", "2")})
-    assert state.view("x", 1.0).surplus_leases == (held[2],)
+    assert view_of(state, "x", 1.0).surplus_leases == (held[2],)
     ask(state, "y", 1, 1.0, start=1)
     state.bid(Bid("y", (1, 2), (0.0, 99.0)), 1.0)
-    assert state.view("x", 1.0).surplus == 2 and state.view("x", 1.0).surplus_leases == tuple(held), "one device is not enough"
+    assert view_of(state, "x", 1.0).surplus == 2 and view_of(state, "x", 1.0).surplus_leases == tuple(held), "one device is not enough"
 
 
 def test_what_a_run_gives_back_serves_every_waiting_run():
@@ -472,7 +473,7 @@ def test_what_a_run_gives_back_serves_every_waiting_run():
     for name, node in (("y", "a"), ("z", "b")):
         state.ask(SlotRequest(f"{name}/0", name, node), 1.0)
     state.match(1.0)
-    view, on_b = state.view("x", 1.0), next(slot.request for slot in state.slots.values() if slot.node == "b")
+    view, on_b = view_of(state, "x", 1.0), next(slot.request for slot in state.slots.values() if slot.node == "b")
     on = {slot.request: slot.device for slot in state.slots.values() if slot.node == "a"}
     assert view.surplus == 2 and len(view.surplus_leases) == 2 and on_b in view.surplus_leases and set(view.surplus_leases) <= set(held)
     assert {on[request] for request in view.surplus_leases if request in on} <= {2, 3}
@@ -484,10 +485,10 @@ def test_two_learners_with_one_device_do_not_ask_each_other_for_it_below_their_t
         state.join(RunInfo(name), 0.0)
         state.ask(SlotRequest(f"{name}/1", name, "a", device=0), 0.0)
         state.match(0.0)
-    assert state.granted("x/1") and state.view("x", 0.0).surplus == 0, "y waits until x has finished"
+    assert state.leased.get("x/1") and view_of(state, "x", 0.0).surplus == 0, "y waits until x has finished"
     state.release(["x/1"], 1.0)
     state.match(1.0)
-    assert state.granted("y/1")
+    assert state.leased.get("y/1")
 
 
 def test_a_run_that_has_withdrawn_keeps_its_turn_only_for_a_moment():
@@ -504,7 +505,7 @@ def test_a_run_that_has_withdrawn_keeps_its_turn_only_for_a_moment():
     assert state.clearing().slots == {"x": 0, "y": 3, "z": 0}
     ask(state, "z", 3, 5.0)
     state.match(5.0)
-    assert state.clearing().slots == {"x": 0, "y": 0, "z": 3} and state.view("x", 5.0).surplus == 3
+    assert state.clearing().slots == {"x": 0, "y": 0, "z": 3} and view_of(state, "x", 5.0).surplus == 3
     ask(state, "y", 3, 6.0, start=3)
     state.match(6.0)
     assert state.clearing().slots["z"] == 3, "it waits again since then"
@@ -517,7 +518,7 @@ def test_a_run_that_comes_back_after_its_pool_was_lost_keeps_what_nobody_took():
     before = replace(pool_view(), slot_s=100.0, lent_slot_s=40.0, borrowed_slot_s=15.0)
     assert state.join(RunInfo("x"), 0.0, held, before) == []
     assert state.runs["x"].slot_s == 100.0 and state.handovers == 0
-    view = state.view("x", 0.0)
+    view = view_of(state, "x", 0.0)
     assert (view.lent_slot_s, view.borrowed_slot_s, state.credits.of("x")) == (40.0, 15.0, 25.0), "it gets back what it lent"
     state.release(["x/0"], 1.0)
     assert state.held("x") == 1
@@ -539,7 +540,7 @@ def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
     while ended < 100:
         now += 1.0
         held_s += sum(slot.holder != "" for slot in state.slots.values())
-        state._account(now)
+        state.account(now)
         if made < 100 and rng.random() < 0.1:
             made += 1
             info = RunInfo(f"run{made}", least=int(rng.integers(1, 4)), folder=str(made))
@@ -563,7 +564,7 @@ def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
                 ended += 1
             elif rng.random() < 0.006:
                 run.dead = True  # killed, or it hangs
-            elif now % 2 and (surplus := state.view(name, now).surplus):  # a run looks every two seconds
+            elif now % 2 and (surplus := view_of(state, name, now).surplus):  # a run looks every two seconds
                 state.release(granted[:surplus], now)
             elif len(granted) + sum(one.run == name for one in state.requests.values()) < max(run.need, 2):
                 run.asked += 1
@@ -583,14 +584,14 @@ def test_what_a_run_has_paid_counts_once_when_it_joins_again_after_a_silence():
     state.join(info, 0.0)
     ask(state, "x", 1, 0.0)
     [slot] = state.match(0.0)
-    held, before = replace(slot), state.view("x", 10.0)
+    held, before = replace(slot), view_of(state, "x", 10.0)
     state.leave("x", 10.0)
     assert state.join(info, 12.0, [held], before) == [] and state.runs["x"].slot_s == 10.0 and not state.past
     state.leave("x", 15.0)
     assert [past.slot_s for past in state.past] == [13.0]
     state.join(later := replace(info, id="later"), 15.0)
     assert len(state.past) == 1, "another run in its folder"
-    state.join(later, 20.0, before=state.view("x", 19.0))
+    state.join(later, 20.0, before=view_of(state, "x", 19.0))
     assert [past.slot_s for past in state.past] == [13.0], "what the first one paid is not the other one's"
 
 
@@ -602,14 +603,14 @@ def test_what_runs_pay_today_counts_from_midnight():
         ask(state, name, 1, 0.0)
     state.match(0.0)
     state.leave("y", 10.0)
-    assert [state.view("x", 30.0).today_slot_s, state.past[0].today_slot_s] == [30.0, 10.0]
+    assert [view_of(state, "x", 30.0).today_slot_s, state.past[0].today_slot_s] == [30.0, 10.0]
     state.begin_day(7, 40.0)
     state.begin_day(8, 50.0)
-    view = state.view("x", 65.0)
+    view = view_of(state, "x", 65.0)
     assert (view.slot_s, view.today_slot_s, view.day) == (65.0, 15.0, 8)
     assert (state.past[0].slot_s, state.past[0].today_slot_s) == (10.0, 0.0)
     for day, paid in ((8, 15.0), (9, 0.0)):  # a pool that is replaced learns it from the run
         other = pool(2)
         other.begin_day(day, 0.0)
         other.join(RunInfo("x"), 0.0, before=view)
-        assert other.view("x", 0.0).today_slot_s == paid
+        assert view_of(other, "x", 0.0).today_slot_s == paid

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.lease import Slot
-from rlhfless_ray.functions.pool_messages import RunInfo, RunSlots
+from rlhfless_ray.functions.pool_messages import PoolView, RunInfo, RunSlots
 from rlhfless_ray.functions.pool_state import PoolState
+from rlhfless_ray.functions.pool_view import view_of
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 from tests.functions.test_pool_state import pool
 
@@ -32,14 +33,11 @@ class Run:
         self.budget.watch(self)
 
     @property
-    def runs(self) -> int:
-        return len(self.state.runs)
+    def view(self) -> PoolView:
+        return view_of(self.state, self.name, 0.0)
 
     def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]]) -> None:
         self.slots.parked_mb, self.slots.warm = own_mb, devices
-
-    def others_mb(self, node: str) -> float:
-        return self.state.view(self.name, 0.0).parked_mb.get(node, 0.0)
 
     def end(self, instance: Instance) -> None:
         self.parked.remove(instance)
@@ -76,7 +74,7 @@ def test_a_run_may_park_what_others_leave():
     y.park(2)
     assert len(y.parked) == 3
     x.budget.enforce()
-    assert len(x.parked) == 5 and state.view("y", 0.0).parked_mb == {"a": 700.0}
+    assert len(x.parked) == 5 and view_of(state, "y", 0.0).parked_mb == {"a": 700.0}
 
 
 def test_the_pool_hears_to_which_devices_parked_processes_are_bound():

@@ -25,10 +25,10 @@ from rlhfless_ray.functions import pool_client
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.node_groups import POOL_PREFIX, tasks_wait
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_pool import ended_pools, find_pools
-from rlhfless_ray.functions.slot_source import POOL_PREFIX, tasks_wait
 from rlhfless_ray.learn.gang_scheduling import GangScheduler
 from tests.autoscaler.test_market_bids import update_sizes
 from tests.conftest import ROOT, environment
@@ -121,7 +121,7 @@ def test_an_update_waits_for_its_slot_that_a_rollout_of_another_run_gives_back(r
     assert delay.slots == 2 and "waits for 1 slot" in delay.reason
 
     def give() -> None:
-        eventually(lambda: other.source.surplus == 1)
+        eventually(lambda: other.source.view.surplus == 1)
         time.sleep(0.3)
         other.release(lent[:1])
 
@@ -295,7 +295,7 @@ def test_a_bid_moves_slots_to_the_run_that_gains_more(runs):
     other.source.bid(Bid("other", (1, 2, 3), (0.0, 1.0, 1.5)))
     one.take(1, "rollout"), other.take(3, "rollout")
     asked = one.ask(2)
-    eventually(lambda: other.source.surplus == 2)
+    eventually(lambda: other.source.view.surplus == 2)
     assert other.others_wait() and other.source.what_if(Bid("other", (1, 2, 3), (0.0, 90.0, 99.0))).slots["other"] == 2
     other.release(list(other.held.values())[:1])
     assert len(one.collect(asked[:1], "rollout", 30.0, need=1)) == 1

@@ -73,7 +73,8 @@ def test_what_is_expected_is_asked_for_once_and_paid_from_then(pool):
     pool.expect(2)
     (request,) = pool.expected
     assert pool.leases.granted == 2 and list(pool.leases.pending) == [request.id]
-    while placement_group_table(pool.leases.source.groups[request.id])["state"] != "CREATED":
+    [asked] = pool.leases.source.pool.groups.asked
+    while placement_group_table(asked.ref)["state"] != "CREATED":
         assert time.time() < before_s + 60
         time.sleep(0.01)
     granted_s = time.time()

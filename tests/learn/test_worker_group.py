@@ -22,7 +22,7 @@ from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.slot_source import LeaseRequest
+from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery
@@ -72,7 +72,7 @@ class Cluster(LeaseManager):
         return [nodes[i] if nodes and i < len(nodes) else None for i in range(count)]
 
     def ask_again(self, slots: list[Slot]) -> list[Any]:
-        return [slot if self.source.grants_devices else slot.node for slot in slots]
+        return list(slots)
 
     def collect(self, requests: list[Any], kind: str, wait_s: float, need: int = 0, have: Any = None) -> list[Lease]:
         got = []
@@ -140,9 +140,9 @@ def test_what_the_run_holds_without_using_it_is_taken_before_anything_is_asked_f
 def test_what_was_asked_for_ahead_is_not_waited_for():
     """As when it is lost after it has published: engines' next leases were asked for meanwhile, and granted the last slot."""
     cluster = Cluster("cpu", {"here": []})
-    cluster.pending = {"ahead": LeaseRequest("ahead", None, 0.0)}
+    cluster.pending = {"ahead": SlotRequest("ahead")}
 
-    def withdraw(requests: list[LeaseRequest]) -> None:
+    def withdraw(requests: list[SlotRequest]) -> None:
         for request in requests:
             del cluster.pending[request.id]
             cluster.free["here"].append(0)
@@ -194,19 +194,9 @@ def test_ranks_on_two_nodes_get_one_lease_each_and_threads_never_mix_nodes():
     assert cluster.log == ["a → a"]
 
 
-def test_on_gpu_it_holds_the_wrong_devices_until_the_right_one_comes():
-    cluster = Cluster("gpu", {"here": [0, 1, 2, 3]})
-    worker_group = gang_on(cluster, Slot("here", 2), threads=2)  # threads are a matter of cores
-    left = worker_group.assign_leases([])
-    assert [lease.slot.device for lease in worker_group.by_rank[0].leases] == [2]
-    assert [lease.slot.device for lease in left] == [0, 1]
-    assert cluster.log == ["here → here"] * 3 + ["unpark"]
-
-
-def test_in_a_shared_pool_it_takes_no_device_but_its_own(monkeypatch):
+def test_on_gpu_it_takes_no_device_but_its_own():
     """It held every free device of the node before, for which other runs waited."""
     cluster = Cluster("gpu", {"here": [0, 1, 3]})
-    monkeypatch.setattr(cluster.source, "grants_devices", True)
     worker_group = gang_on(cluster, Slot("here", 1), Slot("here", 2))
     left = worker_group.assign_leases([cluster.lease("here", 4), cluster.lease("here", 2)])
     assert [[lease.slot.device for lease in instance.leases] for instance in worker_group.by_rank] == [[1], [2]] and not left

@@ -34,7 +34,7 @@ TIMES = SimpleNamespace(warm_start=SimpleNamespace(observe=lambda *_: None))
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> RolloutStage:
     """A stage with three free GPUs, which engines leave as soon as somebody waits for it."""
-    monkeypatch.setattr("rlhfless_ray.functions.worker_pool.get", lambda *_: {"memory_mb": 7.0, "spans": []})
+    monkeypatch.setattr("rlhfless_ray.functions.kept_memory.get", lambda *_: {"memory_mb": 7.0, "spans": []})
     free = [Lease(f"lease-{n}", Slot("node", n)) for n in range(3)]
     leases: Any = SimpleNamespace(resource="gpu", ledger=Ledger("gpu"), held={lease.id: lease for lease in free}, pending={})
     leases.without_lost, leases.take, leases.release = list, lambda *_: [], lambda released: None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlhfless_ray.functions.slot_source import LeaseRequest
+from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.rollout import shared_slots as module
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
@@ -18,21 +18,21 @@ class Leases:
     """What `SharedSlots` needs of a LeaseManager."""
 
     def __init__(self) -> None:
-        self.pending: dict[str, LeaseRequest] = {}
-        self.granted = self.withdrawn = 0
+        self.pending: dict[str, SlotRequest] = {}
+        self.granted = self.withdrawn = self.asked = 0
 
-    def ask(self, count: int, nodes: Any = None, labels: Any = None) -> list[LeaseRequest]:
-        request = LeaseRequest(f"r{len(self.pending)}", 0.0)
-        self.pending[request.id] = request
-        return [request]
+    def ask(self, count: int, nodes: Any = None, labels: Any = None, width: int = 1) -> list[SlotRequest]:
+        requests = [SlotRequest(f"r{self.asked + n}", width=width) for n in range(count)]
+        self.asked += len(requests)
+        self.pending |= {request.id: request for request in requests}
+        return requests
 
-    def withdraw(self, requests: list[LeaseRequest]) -> None:
+    def withdraw(self, requests: list[SlotRequest]) -> None:
         self.withdrawn += sum(self.pending.pop(one.id, None) is not None for one in requests)
 
-    def collect(self, requests: list[LeaseRequest], kind: str, wait_s: float) -> list[str]:
-        self.pending.pop(requests[0].id)
+    def collect(self, requests: list[SlotRequest], kind: str, wait_s: float) -> list[str]:
         self.granted += 1
-        return ["lease"]
+        return ["lease"] * self.pending.pop(requests[0].id).width
 
     def without_lost(self, leases: list[str]) -> list[str]:
         return leases
@@ -52,7 +52,12 @@ class Driver:
     def __init__(self, owed: list[int]) -> None:
         self.stopping, self.owed, self.start_s, self.tail, self.weights = False, owed, 15.0, 100.0, None
         self.pool = SimpleNamespace(
-            kind="rollout", labels={}, working=[Engine(n) for n in range(len(owed))], assign_leases=self.join, count_warm=self.count_warm
+            kind="rollout",
+            labels={},
+            width=1,
+            working=[Engine(n) for n in range(len(owed))],
+            assign_leases=self.join,
+            count_warm=self.count_warm,
         )
         self.warm: set[str] = set()  # devices of parked engines
         self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)
@@ -84,7 +89,8 @@ def shared(monkeypatch) -> SharedSlots:
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
     monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
     wanted = ("lease-0", "lease-1", "lease-2")
-    source = SimpleNamespace(surplus=0, surplus_leases=wanted, warm_free=(), arrival=lambda request: request.id, ready=ready)
+    view = SimpleNamespace(surplus=0, surplus_leases=wanted, warm_free=())
+    source = SimpleNamespace(view=view, arrival=lambda request: request.id, ready=ready)
     return SharedSlots(Leases(), source, max_engines=3, start_s=0.1, renew=lambda *rest: 3)  # type: ignore[arg-type]
 
 
@@ -108,7 +114,7 @@ def test_no_slot_is_requested_if_too_little_work_is_left(shared):
     driver.warm.add("a")
     shared.poll(driver)
     assert shared.refs() == [], "another run holds the device of the parked engine"
-    shared.source.warm_free = ("a", "b")
+    shared.source.view.warm_free = ("a", "b")
     shared.poll(driver)
     assert len(shared.refs()) == 1
     driver.stopping = True
@@ -127,7 +133,7 @@ def test_the_bid_is_renewed_every_second(shared, monkeypatch):
     renewed: list[tuple[Any, ...]] = []
     monkeypatch.setattr(shared, "renew", lambda *rest: renewed.append(rest) or 2)
     driver = Driver([4, 4, 4])
-    driver.warm, shared.source.warm_free = {"a", "b"}, ("b",)
+    driver.warm, shared.source.view.warm_free = {"a", "b"}, ("b",)
     shared.poll(driver)
     assert not renewed
     shared.renew_at_s -= module.RENEW_S
@@ -138,22 +144,22 @@ def test_the_bid_is_renewed_every_second(shared, monkeypatch):
 
 def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_stays(shared):
     driver = Driver([4, 1, 3])
-    shared.source.surplus = 1
+    shared.source.view.surplus = 1
     shared.poll(driver)
     assert driver.evacuated == [([1], [0, 2], GIVEN.reason)] and shared.refs() == []
     driver.pool.working.remove(1)
-    shared.source.surplus = 0
+    shared.source.view.surplus = 0
     shared.poll(driver)
     assert not shared.leaving and len(driver.evacuated) == 1
     assert driver.result.metrics({"shared/slots_given": 2})["shared/slots_given"] == 3
-    shared.look_again_s, shared.source.surplus = 0.0, 5
+    shared.look_again_s, shared.source.view.surplus = 0.0, 5
     shared.poll(driver)
     assert driver.evacuated[-1][:2] == ([2], [0])
 
 
 def test_an_engine_leaves_where_the_other_run_can_use_its_slot(shared):
     driver = Driver([4, 1, 3])
-    shared.source.surplus, shared.source.surplus_leases = 1, ("lease-2",)
+    shared.source.view.surplus, shared.source.view.surplus_leases = 1, ("lease-2",)
     shared.poll(driver)
     assert driver.evacuated == [([2], [0, 1], GIVEN.reason)]
     driver.pool.working.pop()
@@ -170,3 +176,28 @@ def test_a_request_that_a_worker_group_withdrew_is_forgotten(shared):
     driver.tail = 0.0
     shared.poll(driver)
     assert driver.pool.working == [0, 1] and shared.leases.granted == 0
+
+
+def test_several_wide_engines_are_asked_for_at_once_and_each_joins_with_all_its_slots(shared):
+    shared.max_engines = 4
+    shared.renew = lambda *rest: shared.max_engines
+    driver = Driver([4, 4])
+    driver.pool.width = 2
+    shared.poll(driver)
+    assert shared.refs() == ["r0", "r1"] and [request.width for request in shared.leases.pending.values()] == [2, 2]
+    shared.source.ready |= {"r0", "r1"}
+    shared.poll(driver)
+    assert driver.pool.working == [0, 1, 2, 3] and shared.refs() == []
+    assert driver.result.metrics()["shared/slots_taken"] == 4
+    shared.max_engines = 5
+    shared.poll(driver)
+    shared.max_engines = 4  # less is left to do than was expected
+    shared.poll(driver)
+    assert shared.refs() == [] and shared.leases.withdrawn == 1
+    shared.source.view.surplus, shared.source.view.surplus_leases = 3, ("lease-0", "lease-1", "lease-3")
+    shared.poll(driver)
+    assert driver.evacuated[-1][0] == [0, 3], "three slots of other runs are two engines of it, of which the idle one is sure"
+    driver.pool.working = [1, 2]
+    shared.source.view.surplus = 0
+    shared.poll(driver)
+    assert driver.result.metrics({"shared/slots_given": 0})["shared/slots_given"] == 4

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from placement.scaling.resize_policy import Hold
-from rlhfless_ray.functions import slot_source
+from rlhfless_ray.functions import node_groups
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
@@ -222,9 +222,10 @@ def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: p
         looks.append(group)
         return {"state": "CREATED" if looks.count(group) > 2 else "PENDING", "bundles_to_node_id": {0: "b"}}
 
-    monkeypatch.setattr(slot_source, "placement_group", lambda bundles, name, **_: name)
-    monkeypatch.setattr(slot_source, "placement_group_table", table)
-    monkeypatch.setattr(slot_source, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(node_groups, "placement_group", lambda bundles, name, **_: name)
+    monkeypatch.setattr(node_groups, "placement_group_table", table)
+    monkeypatch.setattr(node_groups, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr("rlhfless_ray.functions.pool_core.ray.nodes", lambda: [{"NodeID": "b", "Alive": True, "Resources": {"CPU": 1}}])
     pool: Any = Pool(["a"], {"a"})
     pool.find_labels, pool.leases = dict, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
     pool.leases.nodes.notices, pool.leases.without_lost = lambda: {"a"}, lambda leases: leases
