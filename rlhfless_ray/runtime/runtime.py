@@ -278,7 +278,7 @@ class Runtime(StepOperations):
         return bool(Checkpoints(self.recipe.checkpoint, folder).list())
 
     def actor_classes(self) -> ActorClasses:
-        return ActorClasses.real()
+        return ActorClasses.real(self.given.rollout.engine)
 
     session_class: type[RolloutSession] = RolloutSession
 
