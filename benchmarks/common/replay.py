@@ -108,10 +108,11 @@ class Decoding:
     def has_awaited_end(self) -> bool:
         return bool((self.awaited & (self.done == self.lengths)).any())
 
-    def all_done_s(self) -> float:
-        """When the last sequence ends if nothing comes in between."""
-        left = (self.lengths - self.done)[self.done < self.lengths]
-        return self.at_s + float(finish_times(left, self.speed).max(initial=0.0)) / self.clock
+    def next_end_s(self) -> float:
+        """When the first awaited sequence ends, or else the last one of all, if nothing comes in between."""
+        live = self.done < self.lengths
+        times, awaited = finish_times((self.lengths - self.done)[live], self.speed), self.awaited[live]
+        return self.at_s + float(times[awaited].min() if awaited.any() else times.max(initial=0.0)) / self.clock
 
     def advance(self, now_s: float) -> None:
         """Every step that ends before `now_s`, with a record of each, as a real engine gives."""
@@ -162,22 +163,25 @@ class ReplayedEngine:
     ) -> Iterator[TokenDeltas]:
         if self.version is None:
             raise RuntimeError("this engine has no weights yet")
-        commands, decoding, last = control_queue or ControlQueue(), self.decoding, time.time()
+        commands, decoding, last, fresh = control_queue or ControlQueue(), self.decoding, time.time(), False
         try:
             decoding.at_s = last
             self._add(list(requests))
             while True:
-                commands.wait(min(last + interval_s, decoding.all_done_s()) - time.time())
-                now, cut, carried_out = time.time(), [], 0
+                step_end_s = decoding.at_s + decoding.step_s()  # nothing is new before
+                commands.wait(max(step_end_s, 0.0 if fresh else min(last + interval_s, decoding.next_end_s())) - time.time())
+                now, cut, told, has_first = time.time(), [], False, fresh
                 decoding.advance(now)
                 for command in commands.take():
                     self._add(command.add)
                     cut += command.cut
-                    carried_out += 1
+                    fresh = bool(command.add)
+                    told = told or bool(command.cut or command.what)
                     if command.what:
                         self.spans.append(Span("transfer", command.what, now, now))
                 over, awaited = not decoding.running, decoding.has_awaited_end
-                if carried_out or over or awaited or now >= last + interval_s:
+                if told or over or awaited or has_first or now >= last + interval_s:
+                    fresh = fresh and not has_first
                     # Work ends where the model says: a process that woke up late is this machine's cost of control.
                     self.until_s, last = decoding.at_s if over else now, now
                     yield decoding.progress(self.version, cut)
@@ -190,9 +194,11 @@ class ReplayedEngine:
             self.decoding.steps = decoding.steps
 
     def _add(self, requests: Sequence[Request]) -> None:
+        running = set(self.decoding.keys.tolist())
         for request in requests:
-            if request.key in self.decoding.keys:
+            if request.key in running:
                 raise RuntimeError(f"request {request.key} is running in this engine already")
+            running.add(request.key)
         self.decoding.add(requests, self.script)
 
     def take_stats(self) -> EngineStats:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.engine.engine_settings import EngineSettings
-from rlhfless_ray.engine.protocol import Engine, EngineLost
+from rlhfless_ray.engine.protocol import Engine
 from rlhfless_ray.engine.token_deltas import TokenDeltas
-from rlhfless_ray.local.member_process import LOST_RC
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
 from rlhfless_ray.weights.parts import Assembled, Shard
@@ -68,9 +64,6 @@ class EngineActor:
         spans = [self.imported, Span("start", "build engine", start, time.time())]
         return {"memory_mb": self.engine.memory_mb(), "spans": spans, **self._notes()}
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def _tokenizer(self) -> Any:
         from rlhfless_ray.weights.load_policy import load_tokenizer
 
@@ -97,9 +90,8 @@ class EngineActor:
         if wrong or (not isinstance(expected, Mapping) and combined(digest_of) != expected):
             which = f": {listed(wrong)} differ from the published tensors" if wrong else ": its checksum is not the published one"
             raise ValueError(f"weight version {version} arrived damaged{which}")
-        with ending_if_lost():
-            self.engine.unpark()
-            self.engine.load(version, Assembled(shards), map_files(*base) if isinstance(base, tuple) else base)
+        self.engine.unpark()
+        self.engine.load(version, Assembled(shards), map_files(*base) if isinstance(base, tuple) else base)
         return [Span("transfer", f"load version {version}", start, time.time())]
 
     def rollout(
@@ -113,11 +105,10 @@ class EngineActor:
         self.control_queue.open(epoch)
         start = time.time()
         try:
-            with ending_if_lost():
-                for deltas in self.engine.generate(requests, interval_s, self.control_queue):
-                    stats = self.engine.take_stats()
-                    yield deltas, stats.steps, fill_between(stats.spans, "generate", start, stats.until_s)
-                    start = stats.until_s
+            for deltas in self.engine.generate(requests, interval_s, self.control_queue):
+                stats = self.engine.take_stats()
+                yield deltas, stats.steps, fill_between(stats.spans, "generate", start, stats.until_s)
+                start = stats.until_s
         finally:
             self.control_queue.close()
 
@@ -129,25 +120,13 @@ class EngineActor:
         """Release the memory of weights and KV cache, and on CPU unused pages of the process."""
         from rlhfless_ray.local.process_memory import own_memory_mb, release_unused_memory
 
-        start, on_device_mb = time.time(), 0.0
-        if self.engine is not None:
-            with ending_if_lost():
-                on_device_mb = self.engine.park()
+        start = time.time()
+        on_device_mb = 0.0 if self.engine is None else self.engine.park()
         if self.settings.device == "cpu":
             release_unused_memory()
         memory_mb = (own_memory_mb() if self.engine is None else self.engine.memory_mb()) + on_device_mb
         what = "give memory back" if on_device_mb < 1 else f"give memory back, {on_device_mb:.0f} MB stay"
         return {"memory_mb": memory_mb, "spans": [Span("transfer", what, start, time.time())]}
-
-
-@contextmanager
-def ending_if_lost() -> Iterator[None]:
-    """End this process if the engine has lost one of its own, so that the pool replaces the engine as after any lost process."""
-    try:
-        yield
-    except EngineLost as error:
-        print(f"the engine of process {os.getpid()} ends: {error}", file=sys.stderr, flush=True)
-        os._exit(LOST_RC)
 
 
 def fill_between(spans: list[Span], what: str, start: float, end: float) -> list[Span]:

@@ -12,15 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import ControlQueue
 from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.tensor_file import Files
-
-
-class EngineLost(RunError):
-    """A process that an engine needs has ended. The engine's own process ends too, so that the pool replaces the engine."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,11 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """An engine in this process. It starts without weights. One thread calls it; another one may add commands to a `ControlQueue`."""
+    """An engine in this process. It starts without weights. One thread calls it; another one may add commands to a `ControlQueue`.
+
+    If it loses another process that it needs, it ends this one, see `exit_as_lost`: nothing waits for what will never come, and the pool
+    replaces it as it replaces any lost process.
+    """
 
     @property
     def version(self) -> int | None:
@@ -66,7 +65,6 @@ class Engine(Protocol):
 
         Raises:
             RuntimeError: There are no weights, or a key is running already.
-            EngineLost: A process of the engine has ended.
         """
 
     def take_stats(self) -> EngineStats:

@@ -20,10 +20,11 @@ from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.engine.engine_arguments import common_arguments, read_stop_tokens
 from rlhfless_ray.engine.engine_settings import EngineSettings
-from rlhfless_ray.engine.protocol import EngineLost, EngineStats
+from rlhfless_ray.engine.protocol import EngineStats
 from rlhfless_ray.engine.running_requests import RunningRequests
 from rlhfless_ray.engine.stop_strings import StopStrings
 from rlhfless_ray.engine.token_deltas import ENDS, TokenDeltas
+from rlhfless_ray.local.member_process import call_after_end, exit_as_lost
 from rlhfless_ray.local.process_memory import own_memory_mb
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.types import EngineStep, Request, Span
@@ -75,13 +76,28 @@ class ReceivedTokens:
 class StockEngine:
     """Implements `Engine`."""
 
-    def __init__(self, folder: Path, settings: EngineSettings, threads: int = 1, tokenizer: Callable[[], Any] | None = None) -> None:
-        """Build the engine. `folder`: contains config.json. `threads`: of each of vLLM's workers. `tokenizer`: loads the tokenizer."""
+    def __init__(
+        self,
+        folder: Path,
+        settings: EngineSettings,
+        threads: int = 1,
+        tokenizer: Callable[[], Any] | None = None,
+        lost: Callable[[str], None] = exit_as_lost,
+    ) -> None:
+        """Build the engine.
+
+        Args:
+            folder: contains config.json and perhaps generation_config.json.
+            threads: of each of vLLM's workers.
+            tokenizer: loads the tokenizer, for stop strings.
+            lost: called with a sentence when one of vLLM's processes has ended.
+        """
         import psutil
         from vllm import EngineArgs, LLMEngine
 
         self.on_cpu = settings.device == "cpu"
         self.version: int | None = None
+        self.lost, self.closing = lost, False
         self.stop_strings = StopStrings(tokenizer)
         self.stop_token_ids = read_stop_tokens(folder, settings.end_token_id)
         self.received = ReceivedTokens()
@@ -105,21 +121,18 @@ class StockEngine:
         except Exception as error:
             raise RuntimeError(f"vLLM could not start an engine for {folder.name} ({one_line_with_type(error, 300)})") from error
         self.processes = [child for child in process.children() if child not in before]
+        for child in self.processes:
+            call_after_end(child.pid, self._end_if_lost)
         self._call("rlhfless_watch", os.getpid())
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `StockWorker` in each of vLLM's workers."""
-        with self._lost():
-            return self.engine.collective_rpc(method, args=args)
+        return self.engine.collective_rpc(method, args=args)
 
-    @contextmanager
-    def _lost(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if type(error).__name__ == "EngineDeadError" or not all(one.is_running() for one in self.processes):
-                raise EngineLost(f"a process of vLLM has ended while it was needed ({one_line_with_type(error, 300)})") from error
-            raise
+    def _end_if_lost(self) -> None:
+        """vLLM's synchronous client would wait forever for a process that was killed."""
+        if not self.closing:
+            self.lost(f"a process of vLLM has ended that the engine in process {os.getpid()} needs")
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -182,17 +195,14 @@ class StockEngine:
                     if control_queue is None or control_queue.close_if_empty():
                         return
                     continue
-                with self._lost():
-                    outputs = self.engine.step()
-                has_awaited = self._receive(outputs)
+                has_awaited = self._receive(self.engine.step())
                 begun, now = self.live.find_begun(fresh), time.perf_counter()
                 if begun or has_awaited or not self.live.decoding or now - last >= interval_s:
                     fresh -= begun
                     yield self.live.take_deltas(self.version)
                     last = now
         finally:  # also if the caller stops iterating
-            with suppress(EngineLost):
-                self._abort(list(self.live.rows))
+            self._abort(list(self.live.rows))
             self.live.forget(self.live.rows)
             self.received.take()
 
@@ -236,8 +246,7 @@ class StockEngine:
         prompt = TokensPrompt(prompt_token_ids=[*request.token_ids, *generated], cache_salt=salt(version or 0))
         self.named[number] = name = f"{number}.{before}"
         self.names[name] = number
-        with self._lost():
-            self.engine.add_request(name, prompt, params)
+        self.engine.add_request(name, prompt, params)
 
     def _abort(self, numbers: Iterable[int]) -> None:
         """Make vLLM forget these requests. Tokens that it still draws for them are dropped."""
@@ -245,8 +254,7 @@ class StockEngine:
         for name in names:
             del self.names[name]
         if names:
-            with self._lost():
-                self.engine.abort_request(names)
+            self.engine.abort_request(names)
 
     def _receive(self, outputs: Sequence[Any]) -> bool:
         """Take a step's tokens, and return whether an awaited request has ended."""
@@ -303,6 +311,7 @@ class StockEngine:
         return own_memory_mb() + sum(one.memory_full_info().pss for one in family) / 2**20
 
     def close(self) -> None:
+        self.closing = True
         self.engine.engine_core.shutdown()
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.engine.worker_weights import drop_memory, reload_weights, restore_unregistered, save_unregistered
+from rlhfless_ray.local.member_process import call_after_end
 from rlhfless_ray.local.process_memory import release_free_heap, release_unused_memory
 from rlhfless_ray.weights.tensor_file import FileParts, as_numpy, iterate_tensors
 
@@ -39,12 +38,7 @@ class StockWorker:
 
     def rlhfless_watch(self, process: int) -> None:
         """End this process when another one has ended. vLLM's processes would outlive an engine that was killed."""
-
-        def exit_with(file: int) -> None:
-            select.select([file], [], [])
-            os._exit(0)
-
-        threading.Thread(target=exit_with, args=(os.pidfd_open(process),), daemon=True).start()
+        call_after_end(process, lambda: os._exit(0))
 
     def rlhfless_load(self, folder: str, names: dict[str, str], on_cpu: bool) -> list[list[str]]:
         """Load the weights in a folder. Returns the names of weights that got none, and of biases that the model does not use."""

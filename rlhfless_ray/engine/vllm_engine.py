@@ -190,10 +190,10 @@ class VllmEngine:
         """
         if self.version is None:
             raise RuntimeError("this engine has no weights yet: load a version first")
-        self._add(requests)
         fresh: set[int] = set()  # added by a command, without a token yet
-        last = time.perf_counter()
         try:
+            self._add(requests)
+            last = time.perf_counter()
             while True:
                 for command in control_queue.take() if control_queue else ():
                     fresh |= self._carry_out(command)
