@@ -13,7 +13,7 @@ CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py recipes/
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-long test-gpu lint types pure costly install wheel docs docs-check pictures
+.PHONY: demo check test test-long other-vllm test-gpu lint types pure costly install wheel docs docs-check pictures
 
 install: $(VENV)/.installed
 
@@ -46,10 +46,17 @@ pytest = tests="$(BIN)/python -m pytest -q -o cache_dir=.pytest_cache/$@"; $$tes
 # Everything that CI needs, side by side: `check` with its tests in one process, and the other tests. These start and end on one core,
 # and wait for Ray in between: a third process fills two cores, where there is memory for it. What each target says is shown at its end.
 test: install
-	@$(MAKE) --no-print-directory --output-sync=target -j 4 PURE_WORKERS=0 lint types pure costly
+	@$(MAKE) --no-print-directory --output-sync=target -j 4 PURE_WORKERS=0 lint types pure costly other-vllm
 
 costly: install
 	@$(call pytest,"not pure and not long",$(WORKERS))
+
+# The stock engine must work with more than one version of vLLM. Where the registry lacks the second one, this says so.
+OTHER := .env-other-vllm
+other-vllm: install
+	@if $(BIN)/uv pip install --quiet --no-deps --target $(OTHER) -r .ci/requirements-other-vllm.txt; then \
+	  PYTHONPATH=$(OTHER) RLHFLESS_BACKENDS=stock $(BIN)/python -m pytest -q -n 0 -o cache_dir=.pytest_cache/$@ tests/engine; \
+	else echo "no second version of vLLM: the registry lacks that of .ci/requirements-other-vllm.txt"; fi
 
 # What `test` leaves out: more members of matrices of which it runs each kind once.
 test-long: install

@@ -27,8 +27,8 @@ from rich.table import Table
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from rlhfless_ray import Recipe
-from rlhfless_ray.engine.engine_actor import EngineActor
 from rlhfless_ray.engine.engine_settings import EngineSettings, engine_settings
+from rlhfless_ray.engine.exact_actor import ExactEngineActor
 from rlhfless_ray.types import Request
 
 COLD_S = 7.5  # half of what a cold start took when it was measured first
@@ -83,7 +83,7 @@ def import_shares(lines: Iterable[str], least: float = 0.01) -> dict[str, float]
     return {name: spent / whole for name, spent in own.most_common() if spent >= least * whole}
 
 
-class Timed(EngineActor):
+class Timed(ExactEngineActor):
     """Tells what its process has used, from before its first import on."""
 
     def __init__(self, files: dict[str, bytes], settings: EngineSettings) -> None:

@@ -106,8 +106,8 @@ class GpuPart:
         return (total - free) / 2**20
 
     def engine(self) -> Iterator[dict[str, Any]]:
-        from rlhfless_ray.engine.engine_actor import EngineActor
         from rlhfless_ray.engine.engine_settings import engine_settings
+        from rlhfless_ray.engine.exact_actor import ExactEngineActor
         from rlhfless_ray.types import Request
         from rlhfless_ray.weights.checksum import digests
         from rlhfless_ray.weights.model_folder import stored_weights, without_weights
@@ -117,7 +117,7 @@ class GpuPart:
         settings = engine_settings(self.recipe, self.work.longest_prompt, self.device)
         weights = whole_slices({name: as_numpy(tensor) for name, tensor in stored_weights(self.files)})
         told = digests(weights)
-        actor = EngineActor(without_weights(self.files), settings)
+        actor = ExactEngineActor(without_weights(self.files), settings)
         yield {}
         start_s, _ = timed(lambda: actor.open(threads()))
         load_s, _ = timed(lambda: actor.load(1, weights, told))

@@ -95,7 +95,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     import ray
 
     from placement.scaling.resize_policy import Hold
-    from rlhfless_ray.engine.engine_actor import EngineActor
+    from rlhfless_ray.engine.exact_actor import ExactEngineActor
     from rlhfless_ray.functions.instance import start_actor
     from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
@@ -123,7 +123,9 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     found: dict[int, dict[str, list[float]]] = {}
     try:
         leases = LeaseManager("cpu", ledger, 60.0, "migrate")
-        pool = WorkerPool("rollout", lambda slot: start_actor(EngineActor, slot, "cpu", {}, without_weights(files), settings), leases, 60.0)
+        pool = WorkerPool(
+            "rollout", lambda slot: start_actor(ExactEngineActor, slot, "cpu", {}, without_weights(files), settings), leases, 60.0
+        )
         pool.resize(2, [], need=2)
         for instance in pool.working:
             instance.start_result(120.0)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -80,7 +79,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
     for _ in range(ROUNDS):
         for batch in BATCHES:
             for kind in KINDS:
-                found[kind][str(batch)].append(1e3 * decode_s(engines[kind].generate, engines[kind].take_steps, batch))
+                found[kind][str(batch)].append(1e3 * decode_s(engines[kind], batch))
     sizes = {"merged": sum(x.nbytes for x in base.values()), "adapter": sum(x.nbytes for x in own.values())}
     return {
         "decode_ms": {kind: {batch: median(times) for batch, times in rows.items()} for kind, rows in found.items()},
@@ -89,7 +88,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
     }
 
 
-def decode_s(generate: Callable[..., Any], take_steps: Callable[[], Any], batch: int) -> float:
+def decode_s(engine: Any, batch: int) -> float:
     """Return the median seconds of a decode step of so many sequences."""
     import numpy as np
 
@@ -97,10 +96,10 @@ def decode_s(generate: Callable[..., Any], take_steps: Callable[[], Any], batch:
 
     rng = np.random.default_rng(0)
     asked = [Request(key, tuple(rng.integers(2, 60, PROMPT).tolist()), key, TOKENS, 1.0) for key in range(batch)]
-    take_steps()
-    for _ in generate(asked):
+    engine.take_stats()
+    for _ in engine.generate(asked):
         pass
-    return median(step.seconds for step in take_steps() if step.new_tokens == batch == step.running)
+    return median(step.seconds for step in engine.take_stats().steps if step.new_tokens == batch == step.running)
 
 
 def main() -> None:

@@ -227,7 +227,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
         made, same, row_rounds = 0, 0, max(rounds, COST_ROUNDS if costs else LEAST_RESPONSES.get(case, 0) // batch)
         first_steps: dict[str, int] = {}
         for one in engines.values():
-            one.take_steps()
+            one.take_stats()
             one.processor_s.clear()
         for round_number in range(WARM + row_rounds):
             if round_number == WARM:
@@ -244,7 +244,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
             made += batch
             same += sum(all(found[name][key] == found["off"][key] for name in names) for key in found["off"])
         tails = {name: tail_s(one, first_steps[name]) for name, one in engines.items()}
-        steps = {name: one.take_steps() for name, one in engines.items()}
+        steps = {name: one.take_stats().steps for name, one in engines.items()}
         rows.append(
             {
                 "case": case,

@@ -32,9 +32,9 @@ def garbling_runtime(recipe: Recipe, where: str) -> Runtime:
     """`where` version 1 goes wrong: on its `way` to the engines, or `inside` of them, after it was checked."""
     import ray.cloudpickle
 
-    from rlhfless_ray.engine.engine_actor import EngineActor
+    from rlhfless_ray.engine.exact_actor import ExactEngineActor
 
-    class Garbling(EngineActor):
+    class Garbling(ExactEngineActor):
         def open(self, threads: int) -> Any:
             opened = super().open(threads)
             if where == "inside":

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.pure
     ("title", "function"),
     [
         ("ray::LearnerActor.update", "learner"),
-        ("ray::EngineActor", "engines"),
-        ("ray::EngineActor.rollout", "engines"),
+        ("ray::ExactEngineActor", "engines"),
+        ("ray::StockEngineActor.rollout", "engines"),
+        ("VLLM::EngineCore", "engines"),
         ("ray::RayTrainWorker.poll_status", "learner"),
         ("ray::IDLE", "other workers"),
         ("ray::DrafterActor.train", "drafter"),

@@ -276,9 +276,9 @@ def test_a_driver_that_is_killed_leaves_nothing_behind(tmp_path, cold_workers):
         with suppress(ProcessLookupError):  # Ray starts some for a moment
             sessions.add(os.getsid(pid))
     running = living(sessions)
-    assert {name for name in ("ServeReplica", "EngineActor", "LearnerActor") if any(name in line for line in running)} == {
+    assert {name for name in ("ServeReplica", "ExactEngineActor", "LearnerActor") if any(name in line for line in running)} == {
         "ServeReplica",
-        "EngineActor",
+        "ExactEngineActor",
         "LearnerActor",
     }, running
     process.kill()

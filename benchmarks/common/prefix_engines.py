@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.shared_work import HALF_BILLION, SharedWork
-from rlhfless_ray.engine.engine_actor import EngineActor
 from rlhfless_ray.engine.engine_settings import EngineSettings
+from rlhfless_ray.engine.exact_actor import ExactEngineActor
 from rlhfless_ray.types import Request
 
 VOCABULARY = 128  # tokens of prompts are below it in every policy
@@ -43,7 +43,7 @@ class Used:
         return self.cpu_s / self.wall_s
 
 
-class TimedActor(EngineActor):
+class TimedActor(ExactEngineActor):
     """A page actor that says what its work took. It plays the rollout engines of a step one after the other, each with an empty
     cache: engine-seconds add up, and nothing competes for the cores."""
 
@@ -53,7 +53,7 @@ class TimedActor(EngineActor):
 
     def answer_first(self, version: int, prompts: list[np.ndarray], keys: list[int], refs: list[Any], within_s: float) -> Used:
         """The first token of a response to each request (prompt number in `keys`): prefill and nothing else."""
-        self._set_threads(1)
+        self._use_threads(1)
         self.engine.engine.reset_prefix_cache()
         cached: list[int] = []
         step = self.engine.engine.step
@@ -68,7 +68,7 @@ class TimedActor(EngineActor):
             pass
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         del self.engine.engine.step
-        self.engine.take_steps()
+        self.engine.take_stats()
         computed = sum(len(tokens[k]) for k in keys) - sum(cached)
         if self.engine.pages is None:
             return Used(wall, cpu, computed)

@@ -27,7 +27,7 @@ STEPS = 8
 STEPS_STOPPED = 200  # a run goes on while some of Ray's processes stand still, and must not end before they are named
 AGENTS = ("dashboard agent", "agent of runtime environments")
 KILLED = ("raylet", "GCS", *AGENTS, "driver")
-STOPPED = (*KILLED, "EngineActor", "LearnerActor", "RewardActor")
+STOPPED = (*KILLED, "ExactEngineActor", "LearnerActor", "RewardActor")
 
 
 @dataclass

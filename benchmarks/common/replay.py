@@ -9,26 +9,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
-from rlhfless_ray.engine.engine_actor import fill_between
-from rlhfless_ray.engine.engine_settings import EngineSettings
+from rlhfless_ray.engine.control_queue import ControlQueue
+from rlhfless_ray.engine.engine_actor import EngineActor
+from rlhfless_ray.engine.protocol import EngineStats
 from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, LENGTH, STOP, TokenDeltas
 from rlhfless_ray.learn.rank_actors import Source, read_source
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share
 from rlhfless_ray.types import EngineStep, Request, Span, UpdateStats
+from rlhfless_ray.weights.checksum import checksum
 from rlhfless_ray.weights.remote_folder import Delivery, deliver, sees
 
+WEIGHT = "weight"  # the replayed policy's only tensor
 SCRIPT = "replay.json"  # lies in the policy's folder, so it reaches every instance the way the policy's files do
 
 
@@ -81,6 +82,7 @@ class Decoding:
         self.speed, self.clock = speed, clock
         self.keys, self.tokens, self.ends = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64)
         self.lengths, self.done, self.told = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.awaited = np.zeros(0, bool)
         self.steps: list[EngineStep] = []
         self.at_s = 0.0  # wall clock at which the last step ended, had it been on time
 
@@ -92,6 +94,7 @@ class Decoding:
         self.tokens = np.r_[self.tokens, [request.token_ids[0] for request in requests]].astype(np.int32)
         self.lengths, self.done, self.told = np.r_[self.lengths, lengths], np.r_[self.done, before], np.r_[self.told, before]
         self.ends = np.r_[self.ends, np.where(lengths == longest, LENGTH, STOP)]
+        self.awaited = np.r_[self.awaited, [request.awaited for request in requests]].astype(bool)
 
     def step_s(self) -> float:
         return self.speed.step_s(self.running) / self.clock
@@ -100,10 +103,15 @@ class Decoding:
     def running(self) -> int:
         return int((self.done < self.lengths).sum())
 
-    def all_done_s(self) -> float:
-        """When the last sequence ends if nothing comes in between."""
-        left = (self.lengths - self.done)[self.done < self.lengths]
-        return self.at_s + float(finish_times(left, self.speed).max(initial=0.0)) / self.clock
+    @property
+    def has_awaited_end(self) -> bool:
+        return bool((self.awaited & (self.done == self.lengths)).any())
+
+    def next_end_s(self) -> float:
+        """When the first awaited sequence ends, or else the last one of all, if nothing comes in between."""
+        live = self.done < self.lengths
+        times, awaited = finish_times((self.lengths - self.done)[live], self.speed), self.awaited[live]
+        return self.at_s + float(times[awaited].min() if awaited.any() else times.max(initial=0.0)) / self.clock
 
     def advance(self, now_s: float) -> None:
         """Every step that ends before `now_s`, with a record of each, as a real engine gives."""
@@ -127,76 +135,102 @@ class Decoding:
         tokens = np.repeat(self.tokens[some], counts[some])
         self.told = self.done.copy()
         stay = ends == GOES_ON
-        for name in ("keys", "tokens", "ends", "lengths", "done", "told"):
+        for name in ("keys", "tokens", "ends", "lengths", "done", "told", "awaited"):
             setattr(self, name, getattr(self, name)[stay])
         return TokenDeltas.of(version, news, tokens, np.full(len(tokens), -1.0, np.float32))
 
 
 class ReplayedEngine:
-    """Stands where EngineActor does; it waits as long as the model says that decoding takes. A moved sequence starts at once:
-    what its prefill would take is not in the script."""
+    """Implements `Engine`: it waits as long as the model says that decoding takes. A moved sequence starts at once: what its prefill
+    would take is not in the script."""
 
-    concurrency_groups: ClassVar = {"control": 1}
-
-    def __init__(self, files: dict[str, bytes], settings: EngineSettings) -> None:
-        self.script = Script.read(files)
-        self.speed = Speed(self.script.base_s, self.script.per_seq_s)
+    def __init__(self, script: Script) -> None:
+        self.script, self.speed = script, Speed(script.base_s, script.per_seq_s)
         self.version: int | None = None
-        self.control_queue = ControlQueue()
-        self.has_command = threading.Event()
+        self.decoding = Decoding(self.speed, script.clock)
+        self.spans: list[Span] = []
+        self.until_s = 0.0
 
-    def open(self, threads: int) -> dict[str, Any]:
-        start = time.time()
-        time.sleep(self.script.start_s / self.script.clock)
-        return {"memory_mb": 1.0, "spans": [Span("start", "build engine (replayed)", start, time.time())]}
-
-    def load(self, version: int, weights: Any, expected: int, refs: Any = None) -> list[Span]:
-        if int.from_bytes(weights["weight"].tobytes()) != expected:
-            raise ValueError(f"weight version {version} is not what was published")
+    def load(self, version: int, weights: Mapping[str, np.ndarray], base: Mapping[str, np.ndarray] | None = None) -> None:
+        self.version = None
+        if WEIGHT not in weights:
+            raise ValueError(f"weight version {version} lacks 1 of the engine's weights, {WEIGHT} first")
         self.version = version
-        return [Span("transfer", f"load version {version} (replayed)", time.time(), time.time())]
 
-    def rollout(
-        self, epoch: int, requests: list[Request], interval_s: float, threads: int
-    ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
+    def generate(
+        self, requests: Iterable[Request], interval_s: float = float("inf"), control_queue: ControlQueue | None = None
+    ) -> Iterator[TokenDeltas]:
         if self.version is None:
             raise RuntimeError("this engine has no weights yet")
-        self.control_queue.open(epoch)
-        decoding = Decoding(self.speed, self.script.clock)
-        decoding.add(requests, self.script)
-        decoding.at_s = reported = last = time.time()
-        while True:
-            self.has_command.wait(max(0.0, min(last + interval_s, decoding.all_done_s()) - time.time()))
-            self.has_command.clear()
-            now, spans, cut = time.time(), [], []
-            decoding.advance(now)
-            for command in self.control_queue.take():
-                decoding.add(command.add, self.script)
-                cut += command.cut
-                spans.append(Span("transfer", command.what, now, now))
-            over = not decoding.running
-            if cut or spans or over or now >= last + interval_s:
-                # The span ends where the model says: a process that woke up late is this machine's cost of control.
-                until = decoding.at_s if over else now
-                progress, steps = decoding.progress(self.version, cut), decoding.steps
-                decoding.steps, last = [], now
-                yield progress, steps, fill_between(spans, "generate (replayed)", reported, until)
-                reported = until
-            if not len(decoding.keys):
-                if self.control_queue.close_if_empty():
-                    return
-                decoding.at_s = time.time()
+        commands, decoding, last, fresh = control_queue or ControlQueue(), self.decoding, time.time(), False
+        try:
+            decoding.at_s = last
+            self._add(list(requests))
+            while True:
+                step_end_s = decoding.at_s + decoding.step_s()  # nothing is new before
+                commands.wait(max(step_end_s, 0.0 if fresh else min(last + interval_s, decoding.next_end_s())) - time.time())
+                now, cut, told, has_first = time.time(), [], False, fresh
+                decoding.advance(now)
+                for command in commands.take():
+                    self._add(command.add)
+                    cut += command.cut
+                    fresh = bool(command.add)
+                    told = told or bool(command.cut or command.what)
+                    if command.what:
+                        self.spans.append(Span("transfer", command.what, now, now))
+                over, awaited = not decoding.running, decoding.has_awaited_end
+                if told or over or awaited or has_first or now >= last + interval_s:
+                    fresh = fresh and not has_first
+                    # Work ends where the model says: a process that woke up late is this machine's cost of control.
+                    self.until_s, last = decoding.at_s if over else now, now
+                    yield decoding.progress(self.version, cut)
+                if not len(decoding.keys):
+                    if commands.close_if_empty():
+                        return
+                    decoding.at_s = time.time()
+        finally:  # also if the caller stops iterating
+            self.decoding = Decoding(self.speed, self.script.clock)
+            self.decoding.steps = decoding.steps
 
-    def enqueue(self, epoch: int, command: EngineCommand) -> bool:
-        is_put = self.control_queue.put(epoch, command)
-        self.has_command.set()
-        return is_put
+    def _add(self, requests: Sequence[Request]) -> None:
+        running = set(self.decoding.keys.tolist())
+        for request in requests:
+            if request.key in running:
+                raise RuntimeError(f"request {request.key} is running in this engine already")
+            running.add(request.key)
+        self.decoding.add(requests, self.script)
+
+    def take_stats(self) -> EngineStats:
+        stats = EngineStats(self.decoding.steps, self.spans, self.until_s)
+        self.decoding.steps, self.spans = [], []
+        return stats
+
+    def park(self) -> float:
+        if len(self.decoding.keys):
+            raise RuntimeError("this engine has running requests, so it cannot release their KV cache")
+        self.version = None
+        return 0.0
+
+    def unpark(self) -> None:
+        pass
+
+    def memory_mb(self) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        pass
+
+
+class ReplayedEngineActor(EngineActor):
+    """The process of a replayed engine."""
+
+    def _build(self, scratch: Path, threads: int) -> ReplayedEngine:
+        script = Script.read(self.files)
+        time.sleep(script.start_s / script.clock)
+        return ReplayedEngine(script)
 
     def pid(self) -> int:
         return os.getpid()
-
-    def park(self) -> dict[str, Any]:
-        return {"memory_mb": 1.0, "spans": []}
 
 
 class ReplayedLearner:
@@ -238,7 +272,8 @@ class ReplayedLearner:
         return nothing, [Span("work", "update (replayed)", start, start + seconds)]
 
     def weights(self) -> tuple[dict[str, np.ndarray], tuple[int, list[Span]]]:
-        return {"weight": np.frombuffer(self.digest, np.uint8)}, (int.from_bytes(self.digest), [])
+        weights = {WEIGHT: np.frombuffer(self.digest, np.uint8)}
+        return weights, (checksum(weights), [])
 
     def _state(self) -> dict[str, bytes]:
         return {"model.safetensors": self.digest, "learner.json": str(self.updates).encode()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.common.replay import ReplayedEngine, ReplayedLearner
+from benchmarks.common.replay import ReplayedEngineActor, ReplayedLearner
 from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
@@ -12,4 +12,4 @@ class ReplayedRuntime(Runtime):
     """The runtime itself, with replayed engines and learner."""
 
     def actor_classes(self) -> ActorClasses:
-        return ActorClasses(ReplayedEngine, RewardActor, ReplayedLearner, computes=False)
+        return ActorClasses(ReplayedEngineActor, RewardActor, ReplayedLearner, computes=False)

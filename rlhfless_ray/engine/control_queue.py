@@ -65,7 +65,7 @@ class ControlQueue:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.epoch: int | None = None
         self.commands: list[EngineCommand] = []
 
@@ -79,7 +79,13 @@ class ControlQueue:
             if epoch != self.epoch:
                 return False
             self.commands.append(command)
+            self.lock.notify_all()
             return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is a command, at most `timeout_s` seconds."""
+        with self.lock:
+            self.lock.wait_for(lambda: self.commands, max(0.0, timeout_s))
 
     def take(self) -> list[EngineCommand]:
         if not self.commands:  # without the lock: this runs before every step, and a new command can wait for the next step

@@ -1,44 +1,28 @@
-"""The process of an engine: it generates responses, and computes KV pages for other engines. A plain class, which pools wrap in actors.
-
-Rollout engines and prefill instances share this class: a prefill instance computes prefixes and no responses.
-"""
+"""The process of an engine of any backend: it generates responses. A plain class, which pools wrap in actors."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import numpy as np
-
-from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.engine.control_queue import ControlQueue, DraftNews, EngineCommand
-from rlhfless_ray.engine.engine_members import start_members
+from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.engine.engine_settings import EngineSettings
+from rlhfless_ray.engine.protocol import Engine
 from rlhfless_ray.engine.token_deltas import TokenDeltas
-from rlhfless_ray.local.member_process import members_memory_mb
-from rlhfless_ray.prefix.block_hash import salt
-from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
-from rlhfless_ray.types import BASE, EngineStep, Fetched, Prefilled, Request, Span
+from rlhfless_ray.types import BASE, EngineStep, Request, Span
 from rlhfless_ray.weights.channel import ObjectStoreChannel, PublishedVersion, base_slices
-from rlhfless_ray.weights.checksum import damaged, digests_like
-from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 from rlhfless_ray.weights.tensor_slice import Slices
 
-PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them again takes no longer
-POLL_S = 0.002  # interval of looking for pages that the engine copies after its current step
-ANY_VERSION = ""  # of pages that go from engine to engine: each address names the version of its page
-DRAFTER_S = 5.0  # timeout for the drafter's weights; without them an engine drafts with its older ones
-
 
 class EngineActor:
-    # `enqueue` runs beside `rollout`. `hand_over` also runs while `enqueue` waits for pages of an engine that waits for ours.
+    """Serve one `Engine`. A backend's class adds what to import, how to build the engine, and calls that only this backend has."""
+
+    # `enqueue` runs beside `rollout`. Calls in "pages" also run while `enqueue` waits for pages of an engine that waits for ours.
     concurrency_groups: ClassVar = {"control": 1, "pages": 1}
 
     def __init__(self, files: Files, settings: EngineSettings, drafter: Files | None = None) -> None:
@@ -48,49 +32,38 @@ class EngineActor:
         """
         start = time.time()
         self.files, self.settings, self.drafter = files, settings, drafter
-        self.engine: Any = None
+        self.engine: Any = None  # an `Engine` from `open` on
         self.control_queue = ControlQueue()
         self.channel = ObjectStoreChannel()
-        self.carried: list[bytes] = []  # addresses of pages that arrived with requests
-        self.old_tickets: set[int] = set()  # tickets of pages that earlier calls kept
-        import rlhfless_ray.engine.vllm_engine  # noqa: F401  # for `open`, where the import would be paid under a lease
-        from rlhfless_ray.engine.prepare_vllm import prepare, set_environment
-
-        config = json.loads(bytes(files.get("config.json", b"{}")))
-        on_cpu, architectures = settings.device == "cpu", config.get("architectures") or ()
-        set_environment(on_cpu)
-        start_members(settings.tensor_parallel - 1, on_cpu, architectures)  # they import meanwhile
-        prepare(on_cpu, architectures)
+        self._import()
         self.imported = Span("start", "import vllm", start, time.time())
+
+    def _import(self) -> None:
+        """Import what `_build` needs, which would otherwise be paid under a lease."""
+
+    def _build(self, scratch: Path, threads: int) -> Engine:
+        """Build the engine. `scratch`: a folder that is removed afterwards. `threads`: leased cores."""
+        raise NotImplementedError
+
+    def _notes(self) -> dict[str, Any]:
+        """Return what the pool records about the built engine, by name."""
+        return {}
+
+    def _use_threads(self, threads: int) -> None:
+        """Use as many threads as leased cores, if the engine computes in this process."""
 
     def open(self, threads: int) -> dict[str, Any]:
         """Build the engine without weights."""
-        from rlhfless_ray.engine.engine_arguments import engine_folder
-        from rlhfless_ray.engine.vllm_engine import VllmEngine
-        from rlhfless_ray.local.cpu_bfloat16 import note
-        from rlhfless_ray.local.process_memory import own_memory_mb
-
         start = time.time()
-        self._set_threads(threads)
+        self._use_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
             tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder
-            drafter = write_folder(Path(name) / "drafter", self.drafter) if self.drafter else None
-            folder = engine_folder(Path(name), self.files, self.settings)
-            self.engine = VllmEngine(folder, self.settings, self._tokenizer, drafter=drafter)
-            tempfile.tempdir = None
+            try:
+                self.engine = self._build(Path(name), threads)
+            finally:
+                tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]
-        pages, drafts = self.engine.pages, self.engine.drafter
-        obstacles = {
-            "keeps_no_pages": pages.refused if pages is not None else "",
-            "drafter_failure": drafts.failure if drafts is not None else "",
-        }
-        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": spans, "note": note(), **obstacles}
-
-    def _set_threads(self, threads: int) -> None:
-        """Use as many threads as leased cores. A further member has one. Set before each call, because OpenMP keeps it per thread."""
-        import torch
-
-        torch.set_num_threads(threads - self.settings.tensor_parallel + 1)
+        return {"memory_mb": self.engine.memory_mb(), "spans": spans, **self._notes()}
 
     def _tokenizer(self) -> Any:
         from rlhfless_ray.weights.load_policy import load_tokenizer
@@ -118,7 +91,7 @@ class EngineActor:
         if base is not None:
             self.channel.offer(BASE, [base_slices(base)], {}, refs.get(BASE, ()))
         try:
-            self.engine.check(self.channel, version)
+            self._check(version)
             self.engine.unpark()
             weights, below = (PublishedVersion(self.channel, number) for number in (version, BASE))
             self.engine.load(version, weights, None if base is None else below)
@@ -126,237 +99,43 @@ class EngineActor:
             self.channel.close()
         return [Span("transfer", f"load version {version}", start, time.time())]
 
-    def published(self, version: int) -> Sequence[Any]:
-        """Return the references to a version's parts, for a further member. Runs beside `load`."""
-        return self.channel.refs[version]
-
-    def differing(self, version: int, published: Mapping[str, int] | None, *parts: Files) -> tuple[list[str], list[str]]:
-        """Find the tensors that may explain different log-probabilities of engine and learner.
-
-        Args:
-            version: The weight version. An engine that was parked loads it again.
-            published: The digest of each tensor of the version.
-            parts: Each learner rank's safetensors files of the weights, see `TrainerRank.model_files`.
-
-        Returns:
-            Names of the tensors whose published values differ from the files, and of the tensors in which this engine differs from a
-            new one that loads the files. The second list is empty if the first is not.
-        """
-        from rlhfless_ray.weights.tensor_file import as_numpy
-
-        model = {name: content for files in parts for name, content in files.items()}
-        model |= missing_index(model)
-        arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(model)}
-        wrong = damaged(digests_like(arrays, published), published) if published else []
-        if wrong:
-            return wrong, []
-        if self.engine.version is None:
-            self.engine.unpark()
-            self.engine.load(version, arrays)
-        with tempfile.TemporaryDirectory(prefix="rlhfless-compare-") as name:
-            folder = write_folder(Path(name), {**self.files, **model})
-            return wrong, self.engine.differing(folder, self.settings, arrays)
+    def _check(self, version: int) -> None:
+        """Check all that was published. Raises WeightsDamaged before the engine's weights change."""
+        self.channel.check(version)
 
     def rollout(
-        self,
-        epoch: int,
-        requests: list[Request],
-        interval_s: float,
-        threads: int,
-        pages: Sequence[Any] = (),
-        drafts: DraftNews | None = None,
+        self, epoch: int, requests: list[Request], interval_s: float, threads: int
     ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
         """Generate responses, and yield new tokens and step records about every `interval_s` seconds.
 
-        `epoch`: number of this call, by which `enqueue` adds commands to it. `pages`, `drafts`: as in `EngineCommand`.
+        `epoch`: number of this call, by which `enqueue` adds commands to it.
         """
-        self._set_threads(threads)
-        for ticket in self.old_tickets:  # pages that were not fetched during a whole call
-            self.engine.kept_pages.pop(ticket, None)
-        self.old_tickets = set(self.engine.kept_pages)
-        self.receive_pages(pages)
-        of_earlier = len(self.carried)
-        self.engine.update_drafts(fetch_drafter(drafts))
+        self._use_threads(threads)
         self.control_queue.open(epoch)
         start = time.time()
         try:
             for deltas in self.engine.generate(requests, interval_s, self.control_queue):
-                end = time.time()
-                yield deltas, self.engine.take_steps(), fill_between(self.engine.take_spans(), "generate", start, end)
-                start = end
+                stats = self.engine.take_stats()
+                yield deltas, stats.steps, fill_between(stats.spans, "generate", start, stats.until_s)
+                start = stats.until_s
         finally:
             self.control_queue.close()
-            self._drop_carried(of_earlier)  # what arrived during the call may be for a request of the next one
-
-    def _drop_carried(self, count: int) -> None:
-        """Drop the first pages that arrived with requests, unless they have arrived again since."""
-        old = self.carried[:count]
-        del self.carried[:count]
-        for address in set(old) - set(self.carried):
-            self.engine.pages.rows.pop(address, None)
 
     def enqueue(self, epoch: int, command: EngineCommand) -> bool:
         """Add a command for the call with this epoch. Runs beside `rollout`. Returns False if that call is over."""
-        self.receive_pages(command.pages)
-        return self.control_queue.put(epoch, replace(command, drafts=fetch_drafter(command.drafts)))
-
-    def hand_over(self, ticket: int, wait_s: float = 0.0) -> Bundle | None:
-        """Return the KV pages kept under a ticket, once, or None if there are none within `wait_s`. Runs beside `rollout`."""
-        end = time.monotonic() + wait_s
-        while ticket not in self.engine.kept_pages and time.monotonic() < end:
-            time.sleep(POLL_S)
-        pages = self.engine.kept_pages.pop(ticket, None)
-        if not pages:
-            return None
-        return Bundle.seal(self.engine.pages.layout.start(ANY_VERSION), list(pages), np.stack(list(pages.values())))
-
-    def receive_pages(self, pages: Sequence[Any]) -> bool:
-        """Fetch KV pages for requests of this call or the next. Runs beside `rollout`. Returns whether all have arrived intact.
-
-        Contexts whose pages do not arrive in time are computed, and counted as lost. Pages of another model are refused.
-        """
-        import ray
-        from ray.exceptions import RayError
-
-        if not pages or self.engine is None or self.engine.pages is None or self.engine.pages.refused:  # the engine may still be starting
-            return False
-        missing = 0
-        for ref in pages:
-            try:
-                bundle = ray.get(ref, timeout=PAGES_S)
-            except RayError:
-                self.engine.pages.counts["lost"] += 1
-                bundle = None
-            if bundle is None:
-                missing += 1
-                continue
-            missing += len(bundle.addresses) - self.engine.pages.put(bundle, ANY_VERSION, set(bundle.addresses))
-            self.carried += bundle.addresses
-        return not missing
+        return self.control_queue.put(epoch, command)
 
     def park(self) -> dict[str, Any]:
         """Release the memory of weights and KV cache, and on CPU unused pages of the process."""
-        from rlhfless_ray.local.process_memory import release_unused_memory, report_parked_memory
+        from rlhfless_ray.local.process_memory import own_memory_mb, release_unused_memory
 
         start = time.time()
-        if self.engine is not None:
-            self.engine.park()
-            self._drop_carried(len(self.carried))  # views of objects, which the object store could not free
+        on_device_mb = 0.0 if self.engine is None else self.engine.park()
         if self.settings.device == "cpu":
             release_unused_memory()
-        on_device_mb = None if self.engine is None else self.engine.kept_on_device_mb()
-        report = report_parked_memory([Span("transfer", "give memory back", start, time.time())], on_device_mb)
-        return {**report, "memory_mb": report["memory_mb"] + members_memory_mb()}
-
-    # ---- pages of prompts -----------------------------------------------------------------------------------------
-
-    def kind(self) -> PageLayout:
-        """Return the layout of its pages. Raises RuntimeError if the engine cannot keep any."""
-        store: PageStore = self.engine.pages
-        return store.layout
-
-    def fetch_pages(self, version: int, prompts: Sequence[Sequence[int]], refs: Sequence[Any], within_s: float) -> Fetched:
-        """Replace the store's pages by those that `prompts` can use under `version`, from the bundles behind `refs`.
-
-        Called before generation. Pages that are late, damaged or foreign are left out, and the engine computes them.
-        """
-        import ray
-        from ray.exceptions import RayError
-
-        start, store = time.time(), self.engine.pages
-        self._take_loaded()  # discard counts of requests that were moved here before
-        before = store.counts.copy()
-        store.clear()
-        wanted = store.wanted(salt(version), prompts) if refs else set()
-        lost = size = 0
-        end = time.monotonic() + within_s
-        for ref in refs:
-            try:
-                bundle = ray.get(ref, timeout=max(0.0, end - time.monotonic()))
-            except RayError:  # GetTimeoutError among them
-                lost += 1
-                continue
-            size += bundle.pages.nbytes if store.put(bundle, salt(version), wanted) else 0
-        new = store.counts - before
-        now = time.time()
-        spans = [Span("transfer", f"fetch {len(refs)} bundles of KV pages", start, now)] if refs else []
-        return Fetched(new["put"], size, lost, new["foreign"], new["damaged"], now - start, spans)
-
-    def drop_pages(self) -> tuple[int, int, float]:
-        """Drop the pages after generation, because the object store keeps them while they are referenced.
-
-        Returns pages and tokens copied into the engine's cache since they were fetched, and the seconds that took, which are
-        part of the engine's steps.
-        """
-        self.engine.pages.clear()
-        return self._take_loaded()
-
-    def _take_loaded(self) -> tuple[int, int, float]:
-        store, seconds = self.engine.pages, self.engine.pages.seconds["load"]
-        store.seconds["load"] = 0.0
-        return store.counts.pop("loaded", 0), store.counts.pop("loaded_tokens", 0), seconds
-
-    def prefill(
-        self,
-        version: int,
-        prefixes: Sequence[np.ndarray],
-        bundles: Sequence[Sequence[bytes]],
-        needs: Sequence[Any],
-        within_s: float,
-        threads: int,
-    ) -> tuple[Any, ...]:
-        """Compute token prefixes, each (n,) int32, and return a `Prefilled`, then a `Bundle` for each list of addresses.
-
-        `needs`: references to bundles with pages that other instances computed. Raises RunError if the engine has another version,
-        because its pages would be another policy's.
-        """
-        if self.engine.version != version:
-            raise RunError(f"pages of weight version {version} were requested, but this engine has {self.engine.version}")
-        self._set_threads(threads)
-        start = time.time()
-        tokens = [tuple(prefix.tolist()) for prefix in prefixes]
-        # `wanted` leaves out a prompt's last token, so each prefix is extended by one
-        fetched = self.fetch_pages(version, [(*one, 0) for one in tokens] if needs else [], needs, within_s)
-        store: PageStore = self.engine.pages
-        seconds, computed = dict(store.seconds), store.counts["computed_tokens"]
-        names = [str(-1 - i) for i in range(len(tokens))]
-        store.request_save(names, known=store.rows)
-        requests = [Request(-1 - i, one, 0, 1, 0.0) for i, one in enumerate(tokens)]
-        for _ in self.engine.generate(requests):
-            pass
-        self.engine.take_steps()
-        self.engine.take_spans()
-        pages = store.take_saved(names)
-        store.clear()
-        load_s, save_s = (store.seconds[name] - seconds[name] for name in ("load", "save"))
-        sealing = time.time()
-        sealed = [self._seal(version, addresses, pages) for addresses in bundles]
-        end = time.time()
-        spans = [*fetched.spans, Span("work", "prefill", fetched.spans[-1].to_s if fetched.spans else start, end)]
-        done = Prefilled(
-            store.counts["computed_tokens"] - computed, sum(len(b.addresses) for b in sealed), self.kind().page_bytes,
-            end - start - load_s - save_s - (end - sealing) - fetched.seconds, load_s, save_s + end - sealing, fetched, spans,
-        )  # fmt: skip
-        return (done, *sealed)
-
-    def _seal(self, version: int, addresses: Sequence[bytes], pages: dict[bytes, np.ndarray]) -> Bundle:
-        there = [address for address in addresses if address in pages]
-        rows = [pages[address] for address in there]
-        whole = np.stack(rows) if rows else np.empty((0, self.kind().page_bytes), np.uint8)
-        return Bundle.seal(self.kind().start(salt(version)), there, whole)
-
-
-def fetch_drafter(drafts: DraftNews | None) -> DraftNews | None:
-    """Fetch the drafter's weights. The result has none if they do not arrive in time."""
-    import ray
-    from ray.exceptions import RayError
-
-    if drafts is None or drafts.weights is None:
-        return drafts
-    try:
-        return replace(drafts, weights=ray.get(drafts.weights, timeout=DRAFTER_S))
-    except RayError:
-        return replace(drafts, weights=None)
+        memory_mb = (own_memory_mb() if self.engine is None else self.engine.memory_mb()) + on_device_mb
+        what = "give memory back" if on_device_mb < 1 else f"give memory back, {on_device_mb:.0f} MB stay"
+        return {"memory_mb": memory_mb, "spans": [Span("transfer", what, start, time.time())]}
 
 
 def fill_between(spans: list[Span], what: str, start: float, end: float) -> list[Span]:

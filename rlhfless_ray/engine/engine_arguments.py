@@ -17,39 +17,46 @@ if TYPE_CHECKING:
     from vllm import EngineArgs
 
 
-def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | None, load_format: str, drafter: Path | None) -> EngineArgs:
-    """Return vLLM's arguments for these settings.
-
-    `pages`: None if the engine exchanges no KV pages with others. `drafter`: folder of a model that drafts.
-    """
-    from vllm import EngineArgs
-
+def common_arguments(folder: Path, settings: EngineSettings, load_format: str) -> dict[str, Any]:
+    """Return the arguments that each backend gives vLLM."""
     on_cpu, width = settings.device == "cpu", settings.tensor_parallel
     memory: dict[str, Any] = (
         {"kv_cache_memory_bytes": settings.kv_cache_mb * 2**20 // width}  # of a member
         if on_cpu
         else {"gpu_memory_utilization": settings.gpu_memory_share, "enable_sleep_mode": True}
     )
+    return {
+        "model": str(folder),
+        "load_format": load_format,
+        "dtype": settings.dtype,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": settings.trust_remote_code,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_running,
+        "block_size": settings.block_size,
+        "enable_prefix_caching": True,
+        "enforce_eager": on_cpu,
+        "tensor_parallel_size": width,
+        "disable_log_stats": True,
+        **memory,
+    }
+
+
+def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | None, load_format: str, drafter: Path | None) -> EngineArgs:
+    """Return vLLM's arguments for the exact engine with these settings.
+
+    `pages`: None if the engine exchanges no KV pages with others. `drafter`: folder of a model that drafts.
+    """
+    from vllm import EngineArgs
+
     return EngineArgs(
-        model=str(folder),
-        load_format=load_format,
-        dtype=settings.dtype,
-        skip_tokenizer_init=True,
-        trust_remote_code=settings.trust_remote_code,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_running,
-        block_size=settings.block_size,
-        enable_prefix_caching=True,
-        enforce_eager=on_cpu,
-        distributed_executor_backend=_executor(width),
-        tensor_parallel_size=width,
+        **common_arguments(folder, settings, load_format),
+        distributed_executor_backend=_executor(settings.tensor_parallel),
         async_scheduling=False,  # the sampler reads each request's output so far, which must be complete
-        disable_log_stats=True,
         speculative_config=_speculative_config(settings.speculation),
         kv_transfer_config=_transfer_config(pages),
         quantization=_quantization_method(settings.quantization),
         **_worker_arguments(drafter, settings),
-        **memory,
         **_adapter_arguments(settings),
     )
 

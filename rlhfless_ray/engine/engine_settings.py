@@ -28,6 +28,7 @@ class ServedAdapter:
 class EngineSettings:
     """Fields without a comment are from the recipe's sections `rollout` and `policy`."""
 
+    engine: Literal["exact", "stock"] = "exact"
     max_model_len: int  # longest prompt and response together, in tokens
     max_running: int
     block_size: int
@@ -57,6 +58,7 @@ def engine_settings(
 ) -> EngineSettings:
     rollout, policy = recipe.rollout, recipe.policy
     return EngineSettings(
+        engine=rollout.engine,
         max_model_len=recipe.longest_tokens(longest_prompt_tokens),
         max_running=rollout.max_running,
         block_size=rollout.block_size,

@@ -5,15 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, TokenDeltas
 from rlhfless_ray.types import Request
 
-if TYPE_CHECKING:
-    from rlhfless_ray.engine.keyed_sampler import KeyedSampler
+
+class Draws(Protocol):
+    """Drawn tokens by number of the request."""
+
+    outputs: dict[int, list[int]]  # all tokens generated here, until `forget`
+
+    def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return numbers (m,), positions (m,) and log-probabilities (m,) float32 of the draws since the last call."""
+
+    def forget(self, number: int) -> None: ...
 
 
 @dataclass
@@ -33,8 +41,8 @@ class _Row:
 class RunningRequests:
     """Requests by number. Keys are not unique: a request may leave and return while vLLM still knows the old one."""
 
-    def __init__(self, draws: KeyedSampler) -> None:
-        """`draws`: the engine's sampler, whose keys are the numbers of the requests."""
+    def __init__(self, draws: Draws) -> None:
+        """`draws`: what the engine has drawn. The keys of the exact engine's sampler are these numbers."""
         self.draws = draws
         self.rows: dict[int, _Row] = {}  # numbers ascend
         self.number: dict[int, int] = {}  # by key

@@ -18,6 +18,7 @@ from rlhfless_ray.engine.control_queue import ControlQueue, DraftNews, EngineCom
 from rlhfless_ray.engine.engine_arguments import engine_arguments, read_stop_tokens
 from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.prepare_vllm import install_sampler, prepare, use_fast_products
+from rlhfless_ray.engine.protocol import EngineStats
 from rlhfless_ray.engine.running_requests import RunningRequests
 from rlhfless_ray.engine.stop_strings import StopStrings
 from rlhfless_ray.engine.token_deltas import CUT, ENDS, TokenDeltas
@@ -30,7 +31,8 @@ from rlhfless_ray.engine.worker_weights import (
     restore_unregistered,
     save_unregistered,
 )
-from rlhfless_ray.local.process_memory import release_free_heap, reserved_outside_mb
+from rlhfless_ray.local.member_process import members_memory_mb
+from rlhfless_ray.local.process_memory import own_memory_mb, release_free_heap, reserved_outside_mb
 from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
@@ -46,10 +48,7 @@ LARGE_BYTES = 100e6  # of weights; from here on memory that a load leaves on the
 
 
 class VllmEngine:
-    """A vLLM engine that turns `Request`s into `TokenDeltas`. Weights are loaded as {name: array}, by version.
-
-    It starts without weights (`version` is None). `generate` raises until `load` was called.
-    """
+    """The exact engine: vLLM in this process with keyed sampling. Implements `Engine`."""
 
     def __init__(
         self,
@@ -192,10 +191,10 @@ class VllmEngine:
         """
         if self.version is None:
             raise RuntimeError("this engine has no weights yet: load a version first")
-        self._add(requests)
         fresh: set[int] = set()  # added by a command, without a token yet
-        last = time.perf_counter()
         try:
+            self._add(requests)
+            last = time.perf_counter()
             while True:
                 for command in control_queue.take() if control_queue else ():
                     fresh |= self._carry_out(command)
@@ -386,21 +385,14 @@ class VllmEngine:
         self.engine.abort_request([str(number) for number in ended])
         return any(self.live.rows[number].request.awaited for number in ended)
 
-    def take_steps(self) -> list[EngineStep]:
-        """Return the step records since the last call."""
-        steps, self.steps = self.steps, []
-        return steps
+    def take_stats(self) -> EngineStats:
+        """Return the records of steps and the spans of commands since the last call."""
+        stats = EngineStats(self.steps, self.spans, time.time())
+        self.steps, self.spans = [], []
+        return stats
 
-    def take_spans(self) -> list[Span]:
-        """Return the spans of commands since the last call."""
-        spans, self.spans = self.spans, []
-        return spans
-
-    def park(self) -> None:
-        """Release the memory of weights and KV cache while no lease is held. Call `load` before any other work.
-
-        Raises RuntimeError while requests are running.
-        """
+    def park(self) -> float:
+        """Release the memory of weights and KV cache while no lease is held, see `Engine.park`. Call `load` before any other work."""
         if self.on_cpu and not self.engine.reset_prefix_cache():  # cached prefixes would point to released memory
             raise RuntimeError("this engine has running requests, so it cannot release their KV cache")
         self.version, self.has_base = None, False
@@ -409,13 +401,20 @@ class VllmEngine:
         else:
             self._call_workers(save_unregistered)
             self.engine.sleep(level=2)
+        return self._kept_on_device_mb()
 
     def unpark(self) -> None:
         if not self.on_cpu:
             self.engine.wake_up()
             self._call_workers(restore_unregistered)
 
-    def kept_on_device_mb(self) -> float:
+    def memory_mb(self) -> float:
+        return own_memory_mb() + members_memory_mb()
+
+    def close(self) -> None:
+        """Do nothing: further members end with this process."""
+
+    def _kept_on_device_mb(self) -> float:
         """Return the device memory of a parked engine in MB.
 
         vLLM frees the memory below its own pools without torch's knowledge. torch still counts it as reserved, which with the KV

@@ -58,7 +58,7 @@ OF_RAY_TRAIN = (
 )
 # What engines and ranks import. By name, because import statements would close a circle of folders
 ENGINE_IMPORTS = "rlhfless_ray.engine.prepare_vllm"
-OF_ENGINES = ("rlhfless_ray.prefix.connector", "rlhfless_ray.engine.engine_actor", "rlhfless_ray.engine.vllm_engine")
+OF_ENGINES = ("rlhfless_ray.prefix.connector", "rlhfless_ray.engine.exact_actor", "rlhfless_ray.engine.vllm_engine")
 LIBRARIES_OF_RANKS = ("deepspeed", "peft", "transformers")
 OF_RANKS = (
     "rlhfless_ray.learn.critic_rank",

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, BinaryIO
 
@@ -47,8 +47,7 @@ class MemberProcess:
     def _exit_when_lost(self) -> None:
         """End this process with the member: a collective operation that waits for a lost member may wait forever."""
         status = self.process.wait()
-        print(f"a member of process {os.getpid()} ended with status {status}", file=sys.stderr, flush=True)
-        os._exit(LOST_RC)
+        exit_as_lost(f"a member of process {os.getpid()} ended with status {status}")
 
     @cached_property
     def pid(self) -> int:
@@ -66,6 +65,24 @@ class MemberProcess:
         if isinstance(result, Exception):
             raise result
         return result
+
+
+def exit_as_lost(why: str) -> None:
+    """End this process, so that its pool replaces it. `why`: for its log."""
+    print(why, file=sys.stderr, flush=True)
+    os._exit(LOST_RC)
+
+
+def call_after_end(process: int, function: Callable[[], None]) -> None:
+    """Call a function in a thread when a process ends, which may be the child of another."""
+    file = os.pidfd_open(process)
+
+    def wait() -> None:
+        select.select([file], [], [])
+        os.close(file)
+        function()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def members_memory_mb() -> float:

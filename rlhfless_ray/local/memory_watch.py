@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import psutil
 
 FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
-    "EngineActor": "engines",
+    "ExactEngineActor": "engines",
+    "StockEngineActor": "engines",
     "RewardActor": "reward",
     "LearnerActor": "learner",
     "CriticActor": "critic",
@@ -19,6 +20,7 @@ FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
     "RayTrainWorker": "learner",  # a rank of a supervised stage
 }
 WORKER = "ray::"  # beginning of the title of Ray's workers
+VLLM = "VLLM::"  # beginning of the titles of a stock engine's processes
 MEMBERS = {  # by the module that a further process of an engine or a reward model runs
     "rlhfless_ray.engine.engine_member": "engines",
     "rlhfless_ray.reward.reward_model_member": "reward",
@@ -86,6 +88,8 @@ class MemoryWatch:
 
 def function_of(title: str, *arguments: str) -> str:
     """Return the function of a process by its title, such as "ray::LearnerActor.update", and its other arguments."""
+    if title.startswith(VLLM):
+        return "engines"
     if not title.startswith(WORKER):
         return next((MEMBERS[argument] for argument in arguments if argument in MEMBERS), "Ray")
     return FUNCTIONS.get(title.removeprefix(WORKER).split(".")[0], "other workers")

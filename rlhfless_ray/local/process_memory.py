@@ -26,16 +26,15 @@ def large_page_environment(parameters: int) -> dict[str, str]:
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-def report_parked_memory(spans: list[Span], on_device_mb: float | None = None) -> dict[str, Any]:
+def report_parked_memory(spans: list[Span]) -> dict[str, Any]:
     """Return {"memory_mb": host plus device memory of this process in MB, "spans": `spans`}.
 
-    The last span's label names the device memory. `on_device_mb`: device memory in MB; None asks torch what it has reserved.
-    The CUDA context is not included: only the end of the process releases it.
+    The last span's label names the device memory that torch has reserved. The CUDA context is not included: only the end of the
+    process releases it.
     """
     import torch
 
-    if on_device_mb is None:
-        on_device_mb = torch.cuda.memory_reserved() / 2**20 if torch.cuda.is_initialized() else 0.0
+    on_device_mb = torch.cuda.memory_reserved() / 2**20 if torch.cuda.is_initialized() else 0.0
     if on_device_mb >= 1 and spans:
         spans = [*spans[:-1], replace(spans[-1], what=f"{spans[-1].what}, {on_device_mb:.0f} MB stay")]
     return {"memory_mb": own_memory_mb() + on_device_mb, "spans": spans}

@@ -37,7 +37,7 @@ class PrefixStage:
         """Set up the service without starting it.
 
         Args:
-            pool: prefill instances (`EngineActor`).
+            pool: prefill instances (`ExactEngineActor`).
             mode: auto, on or off.
             page_bytes: estimated from the policy; engines report the true size.
             store_bytes: size of the object store.

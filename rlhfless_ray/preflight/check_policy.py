@@ -30,4 +30,6 @@ def check_policy(recipe: Recipe, config: Mapping[str, Any]) -> None:
 
 def why_not_served(recipe: Recipe, config: Mapping[str, Any]) -> str | None:
     """Return why engines cannot hold an adapter of the policy of this config.json, or None."""
+    if recipe.rollout.engine == "stock":
+        return "stock engines hold merged weights only"
     return not_served(config.get("model_type", ""), recipe.lora.rank, recipe.lora.target_modules)

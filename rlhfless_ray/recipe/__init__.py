@@ -33,6 +33,7 @@ from rlhfless_ray.recipe.run_sections import (
     WatchConfig,
 )
 from rlhfless_ray.recipe.section import raise_first
+from rlhfless_ray.recipe.stock_engine import mistakes_in_stock
 
 __all__ = [
     "AgentConfig",
@@ -112,6 +113,7 @@ class Recipe(RecipeFile):
             self._mistakes_in_corrections,
             self._mistakes_in_router_replay,
             self._mistakes_in_drafter,
+            lambda: mistakes_in_stock(self.rollout, self.lora, self.algorithm, self.run),
             self._mistakes_in_partial_rollouts,
             self._mistakes_in_training,
             self._mistakes_in_rewards,

@@ -68,6 +68,10 @@ class RolloutConfig(Section):
     """Action if engines and learner compute different log-probabilities of the same tokens under the same weights, beyond rounding in
     `policy.dtype`. This is checked before and after the first update. `end`: the run ends and names the tensors that differ. `warn`:
     the run prints a warning and continues. Later steps only warn."""
+    engine: Literal["exact", "stock"] = "exact"
+    """What generates responses. `exact`: vLLM with a sampler whose noise depends only on the sample and the position, so that tokens do
+    not depend on batches, engines and moves. `stock`: vLLM as it is, with its own sampler, scheduler and processes, for any recent
+    version. A response that moves then keeps its distribution, log-probabilities and versions, but not its tokens (docs/backends.md)."""
     min_actors: int = Field(1, ge=1)
     """Minimum number of engines. The rollout waits until each has a slot."""
     max_actors: int = Field(2, ge=1)

@@ -129,6 +129,8 @@ class Agreement:
 
     def _find_cause(self, weights: WeightVersion) -> str:
         """Find the tensors that differ, and return a sentence about them for the message."""
+        if self.context.recipe.rollout.engine == "stock":
+            return "stock engines do not compare their tensors; set rollout.engine=exact to find those that differ"
         if weights.base is not None:
             return "engines hold an adapter on its base, where tensors cannot be compared; set lora.publish=merged to find them"
         try:

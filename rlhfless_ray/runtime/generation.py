@@ -118,7 +118,7 @@ class Generation(Runtime):
 
     def actor_classes(self) -> ActorClasses:
         # there is no learner to compare log-probabilities with, and the policy stays the same
-        return replace(ActorClasses.real(), drafter=None, computes=False)
+        return replace(ActorClasses.real(self.given.rollout.engine), drafter=None, computes=False)
 
     def continue_unwritten(self, output: Path) -> bool:
         """Continue the newest run of the recipe's name that draws the same responses, if `output` is not newer. Returns whether one is.

@@ -260,7 +260,7 @@ class Runtime:
         return bool(Checkpoints(self.recipe.checkpoint, folder).list())
 
     def actor_classes(self) -> ActorClasses:
-        return ActorClasses.real()
+        return ActorClasses.real(self.given.rollout.engine)
 
     def _join_pool(self, resource: str) -> PoolClient:
         """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""

@@ -14,8 +14,9 @@ from typing import Any
 import ray
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.engine.engine_actor import EngineActor
 from rlhfless_ray.engine.engine_settings import EngineSettings, check_kernels
+from rlhfless_ray.engine.exact_actor import ExactEngineActor
+from rlhfless_ray.engine.stock_actor import StockEngineActor
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureBudget
@@ -61,8 +62,10 @@ class ActorClasses:
     computes: bool = True  # whether engines and learner compute a policy, so that log-probabilities can be compared
 
     @classmethod
-    def real(cls) -> ActorClasses:
-        return cls(EngineActor, RewardActor, LearnerActor, EngineActor, CriticActor, ReferenceActor, DrafterActor)
+    def real(cls, engine: str = "exact") -> ActorClasses:
+        """Return the classes of a run. `engine`: as in the recipe. Stock engines keep no pages and draft nothing."""
+        actors = cls(ExactEngineActor, RewardActor, LearnerActor, ExactEngineActor, CriticActor, ReferenceActor, DrafterActor)
+        return replace(actors, rollout=StockEngineActor, prefill=None) if engine == "stock" else actors
 
 
 def make_leases(

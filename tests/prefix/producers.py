@@ -92,9 +92,9 @@ def producer_class() -> type:
 
 def taker(kind: PageLayout = KIND) -> Any:
     """A rollout instance's end without an engine, in this process."""
-    from rlhfless_ray.engine.engine_actor import EngineActor
+    from rlhfless_ray.engine.exact_actor import ExactEngineActor
 
-    made = EngineActor.__new__(EngineActor)
+    made = ExactEngineActor.__new__(ExactEngineActor)
     store = PageStore()
     store.kind = kind
     made.engine = SimpleNamespace(pages=store)

@@ -29,9 +29,9 @@ def settings(**changes: Any) -> EngineSettings:
 
 def engine_class() -> type:
     """A page actor whose generation comes back whole. Local, so that Ray ships it by value."""
-    from rlhfless_ray.engine.engine_actor import EngineActor
+    from rlhfless_ray.engine.exact_actor import ExactEngineActor
 
-    class Engine(EngineActor):
+    class Engine(ExactEngineActor):
         def answer(self, requests: list[Any], cut_after: int = 0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
             """{key: (tokens, log-probabilities)}. `cut_after` tokens everything is cut, and its pages are kept."""
             from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
@@ -76,7 +76,7 @@ def engine_class() -> type:
             return dict(self.engine.pages.counts)
 
         def drafted(self) -> int:
-            return sum(step.drafted for step in self.engine.take_steps())
+            return sum(step.drafted for step in self.engine.take_stats().steps)
 
         def refused(self) -> str:
             return self.engine.pages.refused

@@ -232,10 +232,10 @@ class EngineHost:
         self.actors: dict[str, Any] = {}
 
     def open(self, name: str, files: dict[str, bytes], settings: EngineSettings) -> None:
-        from rlhfless_ray.engine.engine_actor import EngineActor
+        from rlhfless_ray.engine.exact_actor import ExactEngineActor
         from rlhfless_ray.weights.model_folder import without_weights
 
-        self.actors[name] = EngineActor(without_weights(files), settings)
+        self.actors[name] = ExactEngineActor(without_weights(files), settings)
         self.actors[name].open(1)
 
     def answer(

@@ -84,7 +84,7 @@ def main(file: Path, kind: str) -> None:
         found[name] = answer(engine, at_several_temperatures(requests()) if kind == "plain" else requests())
         engine.park()
         engine.unpark()
-    drafted, differing = sum(step.by_model[0] for step in engine.take_steps()), {}
+    drafted, differing = sum(step.by_model[0] for step in engine.take_stats().steps), {}
     if kind == "plain":
         engine.load(next(VERSIONS), weights_of(FILES["B"]))
     for name in "BA" if kind == "plain" else "":

@@ -196,7 +196,7 @@ def test_long_prompts_in_pieces(engine: Any) -> None:
     rng = np.random.default_rng(4)
     count = budget // 280 + 3
     asked = [Request(i, tuple(rng.integers(2, VOCABULARY, 280).tolist()), i, 5, 1.0) for i in range(count)]
-    engine.take_steps()
+    engine.take_stats()
     done = answer(engine, asked)
     assert sum(len(r.token_ids) for r in asked) > budget
     model = load(FILES["A"])
@@ -371,10 +371,10 @@ def test_a_model_that_vllm_cannot_build_is_named(new_engine: Callable[..., Any])
 
 def test_step_records(engine: Any) -> None:
     asked = requests()
-    engine.take_steps()
+    engine.take_stats()
     done = answer(engine, asked)
-    steps = engine.take_steps()
-    assert engine.take_steps() == []
+    steps = engine.take_stats().steps
+    assert engine.take_stats().steps == []
     tokens = sum(len(d.token_ids) for d in done.values())
     assert sum(step.running for step in steps) == tokens
     assert steps[0].running == len(asked)

@@ -19,9 +19,9 @@ CPU = EngineSettings(max_model_len=64, max_running=4, block_size=32, kv_cache_mb
 
 @pytest.fixture
 def actor(sampling: ModuleType) -> Any:
-    from rlhfless_ray.engine.engine_actor import EngineActor
+    from rlhfless_ray.engine.exact_actor import ExactEngineActor
 
-    made = EngineActor({}, CPU)
+    made = ExactEngineActor({}, CPU)
     made.loaded = []
     made.engine = SimpleNamespace(
         unpark=lambda: None,
@@ -105,12 +105,12 @@ def test_a_parked_engine_drops_pages_that_arrived_with_requests(actor: Any, monk
     """They are views of objects, whose memory the object store could not free."""
     import ray
 
-    from rlhfless_ray.engine.engine_actor import ANY_VERSION
+    from rlhfless_ray.engine.exact_actor import ANY_VERSION
     from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
 
     store = PageStore()
     store.kind = PageLayout(b"kind", 4, 16)
-    actor.engine = SimpleNamespace(pages=store, park=lambda: None, kept_on_device_mb=lambda: 0.0)
+    actor.engine = SimpleNamespace(pages=store, park=lambda: 0.0, memory_mb=lambda: 1.0)
     bundle = Bundle.seal(store.kind.start(ANY_VERSION), [b"a", b"b"], np.zeros((2, 16), np.uint8))
     monkeypatch.setattr(ray, "get", lambda ref, timeout: bundle)
     assert actor.receive_pages(["reference"]) and set(store.rows) == {b"a", b"b"}

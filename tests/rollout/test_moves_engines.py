@@ -30,9 +30,9 @@ STEP_S = 0.005  # a rollout of 160 steps takes at least 0.8 s, in which the driv
 
 
 def actor_class() -> type:
-    from rlhfless_ray.engine.engine_actor import EngineActor
+    from rlhfless_ray.engine.exact_actor import ExactEngineActor
 
-    class Counting(EngineActor):
+    class Counting(ExactEngineActor):
         """Engine steps take at least STEP_S: on a busy machine the driver would otherwise not look before the rollout is over."""
 
         def open(self, threads: int) -> dict[str, Any]:

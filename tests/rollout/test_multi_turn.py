@@ -66,9 +66,9 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def engine_class() -> type:
-    from rlhfless_ray.engine.engine_actor import EngineActor
+    from rlhfless_ray.engine.exact_actor import ExactEngineActor
 
-    class Known(EngineActor):
+    class Known(ExactEngineActor):
         def pid(self) -> int:
             return os.getpid()
 

@@ -66,12 +66,12 @@ import atexit, gc, json, os, sys
 from pathlib import Path
 
 atexit.register(lambda: print(gc.get_freeze_count()))  # the first, so called last
-from rlhfless_ray.engine.engine_actor import EngineActor
+from rlhfless_ray.engine.exact_actor import ExactEngineActor
 from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.weights.model_folder import without_weights
 files = {file.name: file.read_bytes() for file in Path(sys.argv[1]).iterdir()}
 settings = EngineSettings(max_model_len=64, max_running=4, block_size=32, kv_cache_mb=8, gpu_memory_share=0.5)
-actor = EngineActor(files, settings)
+actor = ExactEngineActor(files, settings)
 prewarmed = set(sys.modules)
 kept = actor.park()
 actor.open(1)

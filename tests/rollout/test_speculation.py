@@ -55,7 +55,7 @@ def test_drafts_change_only_the_number_of_steps(engines: dict[str, Any], kind: s
         asked = [replace(one, seed=one.seed + seed, top_p=0.95 if one.key % 4 else 1.0) for one in requests(temperature=temperature)]
         found = {name: answer(engines[name], asked) for name in ("off", kind)}
         assert_same(found[kind], found["off"])
-        steps = {name: steps[name] + engines[name].take_steps() for name in ("off", kind)}
+        steps = {name: steps[name] + engines[name].take_stats().steps for name in ("off", kind)}
         generated += sum(len(one.token_ids) for one in found["off"].values())
     assert not sum(step.drafted for step in steps["off"])
     assert len(steps[kind]) <= len(steps["off"])
@@ -68,9 +68,9 @@ def test_drafts_change_only_the_number_of_steps(engines: dict[str, Any], kind: s
 def test_a_drafter_with_the_policys_weights_draws_the_policys_tokens(engines: dict[str, Any]) -> None:
     """It draws with the same numbers, so next to all of its tokens are accepted, at any temperature and top-p."""
     asked = [replace(one, top_p=0.9 if one.key % 2 else 1.0) for one in requests(8, temperature=0.7, seed=3)]
-    engines["twin"].take_steps()
+    engines["twin"].take_stats()
     assert_same(answer(engines["twin"], asked), answer(engines["off"], asked))
-    steps = engines["twin"].take_steps()
+    steps = engines["twin"].take_stats().steps
     drafted, accepted = (sum(counts) for counts in zip(*(step.by_model for step in steps), strict=True))
     assert drafted > 100 and accepted > 0.95 * drafted
     assert len(steps) < 20, "of 40 tokens"
@@ -82,13 +82,13 @@ def test_a_drafter_uses_newly_loaded_weights(engines: dict[str, Any]) -> None:
     weights, model = weights_of(FILES["A"]), drafter.source
     before = {name: parameter.detach().numpy().copy() for name, parameter in model.module.named_parameters()}
     try:
-        engines["model"].take_steps()
+        engines["model"].take_stats()
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
         engines["model"].update_drafts(DraftNews({}, (), weights))
         asked = [replace(one, seed=one.seed + 1) for one in asked]
-        engines["model"].take_steps()
+        engines["model"].take_stats()
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
-        drafted, accepted = (sum(counts) for counts in zip(*(step.by_model for step in engines["model"].take_steps()), strict=True))
+        drafted, accepted = (sum(counts) for counts in zip(*(step.by_model for step in engines["model"].take_stats().steps), strict=True))
         assert drafted > 100 and accepted > 0.95 * drafted, "they are the policy's"
         engines["model"].update_drafts(DraftNews({}, (), {"other": np.zeros(1)}))
         assert drafter.source is None
@@ -110,11 +110,11 @@ def test_drafts_change_no_token_after_new_weights_and_a_time_without_a_lease(eng
                 engines[kind].park()
                 engines[kind].unpark()
                 engines[kind].load(version, weights_of(FILES[name]))
-                engines[kind].take_steps()
+                engines[kind].take_stats()
             wanted = answer(engines["off"], asked)
             for kind in kinds[1:]:
                 assert_same(answer(engines[kind], asked), wanted)
-            assert sum(step.drafted for step in engines["twin"].take_steps()) > 100
+            assert sum(step.drafted for step in engines["twin"].take_stats().steps) > 100
             assert (wanted[0].token_ids.tolist() == first["off"][0].token_ids.tolist()) == (name == "A")
     finally:
         version = next(VERSIONS)
@@ -157,9 +157,9 @@ def test_an_engine_drafts_from_texts_of_other_engines(engines: dict[str, Any]) -
     texts = tuple((100 + key, one.token_ids) for key, one in wanted.items())
     for part in (slice(0, 5), slice(5, None)):
         engines["on"].update_drafts(DraftNews({}, tuple((name, tokens[part]) for name, tokens in texts)))
-    engines["on"].take_steps()
+    engines["on"].take_stats()
     assert_same(answer(engines["on"], asked), wanted)
-    steps = engines["on"].take_steps()
+    steps = engines["on"].take_stats().steps
     assert sum(step.accepted for step in steps) > 0.6 * sum(len(one.token_ids) for one in wanted.values())
 
 
@@ -210,7 +210,7 @@ def test_drafts_change_no_end_by_stop_word_or_length(engines: dict[str, Any]) ->
     ends = {one.finish_reason for one in wanted.values()}
     assert {"stop", "length"} <= ends
     assert len({len(one.token_ids) for one in wanted.values()}) > 5
-    assert np.mean([step.accepted for step in engines["on"].take_steps()]) > 1
+    assert np.mean([step.accepted for step in engines["on"].take_stats().steps]) > 1
 
 
 def test_steps_without_drafts_take_the_way_of_an_engine_without_them(engines: dict[str, Any]) -> None:
