@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
 from rlhfless_ray.engine.engine_settings import EngineSettings
-from rlhfless_ray.local.local_ray import WORKER_PREFIX, forked
+from rlhfless_ray.local.laptop.local_ray import WORKER_PREFIX, forked
 from tests import warm_workers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -429,7 +429,7 @@ def ray_cluster() -> None:
     that needs a Ray of its own ends it (`no_ray`), and the next to need it starts it again."""
     import ray
 
-    from rlhfless_ray.local.local_ray import local_ray
+    from rlhfless_ray.local.laptop.local_ray import local_ray
 
     if not ray.is_initialized():
         with local_ray():
@@ -495,7 +495,7 @@ def two_nodes(head_cpus: int, cpus: int, store_mb: int) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from rlhfless_ray.local.local_ray import local_ray
+    from rlhfless_ray.local.laptop.local_ray import local_ray
 
     health = {"health_check_period_ms": 500, "health_check_failure_threshold": 7}
     system = {**health, "prestart_worker_first_driver": False}  # a worker for each core, which few actors take: 0.3 CPU seconds each

@@ -16,7 +16,7 @@ from ray.util.placement_group import placement_group_table
 from safetensors.numpy import load_file
 
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from tests.conftest import ROOT, environment, samples, small_recipe, two_nodes, write_recipe
 from tests.run_files import rows
 

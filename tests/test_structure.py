@@ -135,9 +135,16 @@ def test_only_the_fork_server_imports_other_folders_by_their_names() -> None:
         for other in re.findall(r'"(rlhfless_ray(?:\.\w+)+)"', path.read_text()):
             if other.split(".")[1] != name.split(".")[1]:
                 found.setdefault(name, set()).add(other)
-    assert found.keys() == {f"rlhfless_ray.local.{name}" for name in ("fork_server", "memory_watch", "watcher")}
+    assert found.keys() == {f"rlhfless_ray.local.{name}" for name in ("laptop.fork_server", "memory_watch", "watcher")}
     for name, others in found.items():
         assert others <= known.keys(), (name, others - known.keys())
+
+
+def test_what_is_for_laptops_has_one_door_each() -> None:
+    room, doors = "rlhfless_ray.local.laptop.", {"local_ray", "forked_workers", "cpu_bfloat16"}
+    graph = graph_of("rlhfless_ray")
+    used = {other for name, imported in graph.items() if not name.startswith(room) for other in imported if other.startswith(room)}
+    assert used == {f"{room}{door}" for door in doors}
 
 
 def test_no_stage_imports_another() -> None:

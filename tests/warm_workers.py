@@ -9,8 +9,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from rlhfless_ray.local.fork_server import OF_RAY_TRAIN, server_command, server_environment, worker_prefix
-from rlhfless_ray.local.local_ray import WORKER_PREFIX
+from rlhfless_ray.local.laptop.fork_server import OF_RAY_TRAIN
+from rlhfless_ray.local.laptop.forked_workers import server_command, server_environment, worker_prefix
+from rlhfless_ray.local.laptop.local_ray import WORKER_PREFIX
 
 MAX_ADDRESS = 100  # characters; a socket's path has at most 107
 # What other processes of the tests import: of rewards, agents, drafters, slot pools, replayed runs, Ray Serve, Ray Train, and of actor

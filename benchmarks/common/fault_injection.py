@@ -16,7 +16,7 @@ from typing import Any, Self
 from benchmarks.common.call_hooks import call_after, call_before
 from benchmarks.common.replayed_runtime import ReplayedRuntime
 from benchmarks.common.run_process import read_metrics
-from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.laptop.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.runtime import Runtime
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.replay import Script, prompt_key
-from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
-from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
+from rlhfless_ray.local.laptop.forked_workers import ForkServer, worker_prefix
+from rlhfless_ray.local.laptop.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import write_folder

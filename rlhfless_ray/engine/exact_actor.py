@@ -61,7 +61,7 @@ class ExactEngineActor(EngineActor):
         return VllmEngine(engine_folder(scratch, self.files, self.settings), self.settings, self._tokenizer, drafter=drafter)
 
     def _notes(self) -> dict[str, Any]:
-        from rlhfless_ray.local.cpu_bfloat16 import note
+        from rlhfless_ray.local.laptop.cpu_bfloat16 import note
 
         pages, drafts = self.engine.pages, self.engine.drafter
         return {

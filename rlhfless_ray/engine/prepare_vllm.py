@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
 from rlhfless_ray.local.fast_imports import fast_imports
+from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
 
 if TYPE_CHECKING:
     from rlhfless_ray.engine.keyed_sampler import KeyedSampler

@@ -92,7 +92,7 @@ class RankActor:
     def build(self, files: Source | DividedFiles, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""
         from rlhfless_ray.learn.trainer_rank import read_state
-        from rlhfless_ray.local.cpu_bfloat16 import note
+        from rlhfless_ray.local.laptop.cpu_bfloat16 import note
         from rlhfless_ray.local.process_memory import own_memory_mb
 
         saved = None if state is None else read_state(read_source(state), parts_in(state))

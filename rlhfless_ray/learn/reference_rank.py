@@ -17,7 +17,7 @@ from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
 from rlhfless_ray.learn.shares import Cutter, Share
 from rlhfless_ray.learn.tensor_parallel import divided
-from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
+from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files

@@ -40,7 +40,7 @@ from rlhfless_ray.learn.sequence_parallel import SequenceParallel
 from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
 from rlhfless_ray.learn.trainer import FIRST, OptimizerStep
-from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
+from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.layout import whole_layers

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import getpass
 import logging
 import os
-import secrets
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import psutil
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
 from rlhfless_ray.common.ray_environment import AUTH_MODE, PACKAGES
-from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
-from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
+from rlhfless_ray.local.laptop.forked_workers import ForkServer, worker_prefix
+from rlhfless_ray.local.laptop.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
+from rlhfless_ray.local.private_ray import CLUSTERS, bind_to_loopback, detached_sessions, environment, set_auth_token, temporary_folder
 from rlhfless_ray.local.slot_check import check_slots
 from rlhfless_ray.local.watcher import Watcher
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
-CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
 GREETING_S, HTTP2_SETTINGS = 30.0, 4  # longest wait for a server's first frame, which is of this type
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per parameter in the store: float32; float32 with Adam's two moments
@@ -114,8 +110,8 @@ class RayCluster:
             self._watch().watch_ray(private=False)
             return
         self.private = True
-        _set_auth_token()
-        _bind_to_loopback(True)
+        set_auth_token()
+        bind_to_loopback(True)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # OpenMP threads that spin while they wait slow two threads on two busy cores down dozens of times. A short spin
         # keeps the speed of an idle machine (measured: 16 ms a step instead of up to 650 ms).
@@ -124,9 +120,9 @@ class RayCluster:
         # keep the cache of compiled kernels outside of the temporary folder
         kernels = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
-        self.temporary = _temporary_folder()
+        self.temporary = temporary_folder()
         watcher = self._watch()
-        with _detached_sessions(watcher.add_session), _environment({"TMPDIR": str(self.temporary), **self._forks()}), local_ray():
+        with detached_sessions(watcher.add_session), environment({"TMPDIR": str(self.temporary), **self._forks()}), local_ray():
             try:
                 ray.init(
                     address="local",
@@ -188,7 +184,7 @@ class RayCluster:
             # Ray's autoscaler takes the nodes for busy.
             gc.collect()
         if self.private and not self.joined:
-            _bind_to_loopback(False)
+            bind_to_loopback(False)
         if self.fork_server is not None:
             self.fork_server.close()
         if self.temporary is not None:
@@ -340,66 +336,6 @@ def _resolve_auto() -> str:
         return "auto"
 
 
-def _temporary_folder() -> Path:
-    """Create a folder that stays locked while this process lives, and remove those of processes that no longer do."""
-    base = Path(tempfile.gettempdir())
-    if len(str(base)) > 30:  # socket paths are limited to 107 characters, of which Ray uses 70
-        base = Path("/tmp")
-    for other in base.glob("rlhfless-ray-*"):
-        try:
-            if time.time() - other.stat().st_mtime > 60 and _lock(other) is not None:  # a younger one may not be locked yet
-                shutil.rmtree(other, ignore_errors=True)
-        except OSError:
-            continue  # owned by another user, or already removed
-    folder = Path(tempfile.mkdtemp(prefix="rlhfless-ray-", dir=base))
-    _lock(folder)
-    return folder
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock the folder until this process ends. Returns the file descriptor, or None if another process holds the lock."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for processes started inside the block. With TMPDIR in a folder of ours, the files of killed processes are
-    removed with the folder."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _detached_sessions(tell: Callable[[int], None]) -> AbstractContextManager[Any]:
-    """Start Ray's processes inside the block in sessions of their own, and pass each session id to `tell`.
-
-    Signals to the driver's process group, such as Ctrl-C, then reach the driver alone. It needs Ray to save the run.
-    """
-    import ray._private.services as services
-
-    ray_starts = services.ConsolePopen
-
-    class Detached(ray_starts):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
-            super().__init__(*arguments, **{**settings, "start_new_session": True})
-            tell(self.pid)
-
-    return patch.object(services, "ConsolePopen", Detached)
-
-
 def _shorten_ray_errors() -> None:
     """Print only the first sentence of Ray's messages about killed workers: the run reports what it does about them."""
     import ray._private.worker as worker
@@ -417,30 +353,3 @@ def _shorten_ray_errors() -> None:
 
     setattr(brief, "brief", True)  # noqa: B010
     setattr(worker, "print_to_stdstream", brief)  # noqa: B010
-
-
-def _set_auth_token() -> None:
-    """Set a random authentication token for a private Ray, kept in memory only, unless the environment has one.
-
-    Ray caches the token of an earlier cluster of this process (a notebook's `ray.init()`), so the cache is reset.
-    """
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-
-    if "RAY_AUTH_TOKEN" not in os.environ:
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _bind_to_loopback(on: bool) -> None:
-    """Make a private Ray bind to 127.0.0.1 only.
-
-    Ray replaces a loopback address by the machine's own unless clusters are disabled. Its one switch for that is read at
-    import (here) and by its child processes.
-    """
-    import ray._private.ray_constants as constants
-
-    constants.ENABLE_RAY_CLUSTER = not on
-    if on:
-        os.environ[CLUSTERS] = "0"
-    else:
-        os.environ.pop(CLUSTERS, None)

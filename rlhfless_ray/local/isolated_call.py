@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.local.orphans import adopt_orphans, end_below
 
 START_S = 120.0  # limit for starting the process and for the imports of the user's file

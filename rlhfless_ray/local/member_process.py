@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 
 LOST_RC = 70  # exit status of an actor's process that has lost a member
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG

@@ -16,7 +16,7 @@ import psutil
 
 from rlhfless_ray.local import watcher_process
 from rlhfless_ray.local.isolated_call import environment_with_packages
-from rlhfless_ray.local.local_ray import STAND_IN
+from rlhfless_ray.local.laptop.local_ray import STAND_IN
 
 EXIT_CODE = 1  # of a driver whose Ray died: a failed run
 LOST_S = 10.0  # how long a cluster's GCS may be out of reach; Ray's own limit is 60 s

@@ -115,7 +115,7 @@ class ModelWorker(Worker):
         if self.device == "cpu":
             import torch
 
-            from rlhfless_ray.local.cpu_bfloat16 import note, use_float32_products
+            from rlhfless_ray.local.laptop.cpu_bfloat16 import note, use_float32_products
 
             torch.set_num_threads(threads - len(self.members))
             use_float32_products(self.source.dtype, self.device)

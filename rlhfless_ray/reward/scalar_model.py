@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
-from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
+from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
 
 
 class LastHiddenStates(nn.Module):

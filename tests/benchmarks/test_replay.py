@@ -16,7 +16,7 @@ from benchmarks.common.replay_setup import synthetic_lengths
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.engine.engine_settings import EngineSettings
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Request
 from rlhfless_ray.weights.checksum import checksum

@@ -19,7 +19,7 @@ from docs.blocks import ROOT, Block, blocks, commands, pages, rules
 from docs.check import make_scratch, public_examples, run, run_examples
 from docs.flag_table import BEGIN
 from docs.hooks import MARKER, on_page_markdown
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.recipe import Recipe, known_keys
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.recipe_file import read_tree

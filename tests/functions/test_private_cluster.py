@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhfless_ray.local import fork_server
-from rlhfless_ray.local.cluster import _lock, _temporary_folder
-from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request, write_request
-from rlhfless_ray.local.fork_server import worker_prefix
-from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
+from rlhfless_ray.local.laptop import fork_server, forked_workers
+from rlhfless_ray.local.laptop.fork_client import FAILED, STREAMS, read_request, write_request
+from rlhfless_ray.local.laptop.forked_workers import worker_prefix
+from rlhfless_ray.local.laptop.local_ray import WORKER_PREFIX, local_ray
+from rlhfless_ray.local.private_ray import lock, temporary_folder
 from tests.conftest import ROOT, environment, lives
 
 SCRIPT = """
@@ -28,7 +28,7 @@ import json, os, signal, tempfile, time
 import psutil, ray
 from rlhfless_ray import Recipe
 from rlhfless_ray.local.cluster import RayCluster
-from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.laptop.local_ray import local_ray
 
 with local_ray():
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -74,8 +74,8 @@ import json, os, signal, socket, subprocess, sys
 import psutil, ray
 from rlhfless_ray import Recipe
 from rlhfless_ray.local.cluster import RayCluster
-from rlhfless_ray.local.fork_server import worker_prefix
-from rlhfless_ray.local import local_ray
+from rlhfless_ray.local.laptop.forked_workers import worker_prefix
+from rlhfless_ray.local.laptop import local_ray
 
 tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}
 cluster = RayCluster(Recipe.parse(tree), architectures=[], engines=False)  # vLLM is most of what a server imports
@@ -255,7 +255,7 @@ def test_a_worker_runs_by_itself_where_the_server_has_failed(tmp_path: Path, fai
 
 
 BROKEN = """
-from rlhfless_ray.local import fork_server
+from rlhfless_ray.local.laptop import fork_server
 
 fork_server._import_everything = lambda *_: compile("1 +", "broken.py", "exec")
 fork_server.serve(ADDRESS, [], [], True)
@@ -270,16 +270,16 @@ def test_a_server_that_fails_says_why_once(
     program: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = program.replace("ADDRESS", repr(str(tmp_path / "fork")))
-    monkeypatch.setattr(fork_server, "server_command", lambda *_: [sys.executable, "-c", code])
-    server = fork_server.ForkServer(tmp_path, (), engines=True)
+    monkeypatch.setattr(forked_workers, "server_command", lambda *_: [sys.executable, "-c", code])
+    server = forked_workers.ForkServer(tmp_path, (), engines=True)
     server.process.wait(60)
     server.watch.join(60)
     assert capfd.readouterr().err == f"note: workers cannot be forked, so each imports everything itself: {why}\n"
 
 
 def test_a_server_that_is_closed_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(fork_server, "server_command", lambda *_: [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(1)"])
-    server = fork_server.ForkServer(tmp_path, (), engines=True)
+    monkeypatch.setattr(forked_workers, "server_command", lambda *_: [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(1)"])
+    server = forked_workers.ForkServer(tmp_path, (), engines=True)
     server.close()
     server.watch.join(60)
     assert server.process.returncode == 1 and capfd.readouterr().err == ""
@@ -289,10 +289,10 @@ def test_a_server_that_is_closed_says_nothing(tmp_path: Path, monkeypatch: pytes
 def test_a_failure_to_import_ray_is_told_once(
     closed: bool, killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fork_server, "server_command", lambda *_: ["cat"])
-    monkeypatch.setattr(fork_server, "LOOK_EVERY_S", 100.0 if closed else 0.05)
-    monkeypatch.setattr(fork_server, "END_S", 5.0 if closed else 0.05)
-    server = fork_server.ForkServer(tmp_path, (), engines=True)
+    monkeypatch.setattr(forked_workers, "server_command", lambda *_: ["cat"])
+    monkeypatch.setattr(forked_workers, "LOOK_EVERY_S", 100.0 if closed else 0.05)
+    monkeypatch.setattr(forked_workers, "END_S", 5.0 if closed else 0.05)
+    server = forked_workers.ForkServer(tmp_path, (), engines=True)
     Path(server.address + FAILED).write_text("RuntimeError: too many threads")
     said, end = "", time.monotonic() + 20
     while not closed and not said and time.monotonic() < end:
@@ -313,7 +313,7 @@ IDS = """
 import os, sys
 from importlib import import_module
 from tests.warm_workers import MORE
-from rlhfless_ray.local.fork_server import OF_ENGINES, OF_RANKS, OF_RAY, OF_RAY_TRAIN
+from rlhfless_ray.local.laptop.fork_server import OF_ENGINES, OF_RANKS, OF_RAY, OF_RAY_TRAIN
 
 for module in (*OF_RAY, *OF_ENGINES, *OF_RANKS, *OF_RAY_TRAIN, *MORE):
     import_module(module)
@@ -383,16 +383,16 @@ def test_a_ray_that_does_not_come_up_in_time_is_a_sentence_and_no_traceback() ->
 
 def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("rlhfless_ray.local.cluster.len", lambda _: 0, raising=False)  # pytest's folders have long names
+    monkeypatch.setattr("rlhfless_ray.local.private_ray.len", lambda _: 0, raising=False)  # pytest's folders have long names
     dead, young, living, other = (tmp_path / name for name in ("rlhfless-ray-a", "rlhfless-ray-b", "rlhfless-ray-c", "mine"))
     for folder in (dead, young, living, other):
         (folder / "ray").mkdir(parents=True)
         if folder is not young:
             os.utime(folder, (time.time() - 100,) * 2)
-    handle = _lock(living)
-    assert handle is not None and _lock(living) is None
-    own = _temporary_folder()
-    assert own.parent == tmp_path and _lock(own) is None
+    handle = lock(living)
+    assert handle is not None and lock(living) is None
+    own = temporary_folder()
+    assert own.parent == tmp_path and lock(own) is None
     assert not dead.exists() and young.exists() and living.exists() and other.exists()
     os.close(handle)
 
@@ -408,7 +408,7 @@ def test_a_node_that_is_slow_to_start_is_waited_for(monkeypatch: pytest.MonkeyPa
         return answer
 
     monkeypatch.setattr(services, "get_node", find)
-    monkeypatch.setattr("rlhfless_ray.local.local_ray.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    monkeypatch.setattr("rlhfless_ray.local.laptop.local_ray.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
     with local_ray():
         assert services.get_node("here", "node") == "known"
         with pytest.raises(RuntimeError):
@@ -429,7 +429,7 @@ def test_a_ray_that_it_was_not_tried_with_starts_whole(monkeypatch: pytest.Monke
 
 ADOPTING = """
 import os, socket, subprocess, sys
-from rlhfless_ray.local import fork_server
+from rlhfless_ray.local.laptop import fork_server
 def work(command, environment, folder, streams):
     daemon = ["setsid", "--fork", "sh", "-c", "echo $$ >> daemons; exec sleep 300"]
     subprocess.run(daemon, env={"PATH": "/usr/bin:/bin"})  # with no environment and no parent, as sandboxes are

@@ -18,7 +18,7 @@ import pytest
 
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.local import watcher_process
-from rlhfless_ray.local.local_ray import STAND_IN
+from rlhfless_ray.local.laptop.local_ray import STAND_IN
 from rlhfless_ray.local.watcher import agent_name
 from rlhfless_ray.local.watcher_process import read_status
 from rlhfless_ray.recipe import Recipe

@@ -21,7 +21,7 @@ from rlhfless_ray.learn import rank_settings
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.carry import carried
 from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.tensor_slice import HeldSlices
 from tests.conftest import made_once

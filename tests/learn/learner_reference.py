@@ -13,7 +13,7 @@ import torch
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings
-from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
+from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
 
 
 def load(files: dict[str, bytes], dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rlhfless_ray.local import cpu_bfloat16
-from rlhfless_ray.local.cpu_bfloat16 import ProductSpeed, use_float32_products
+from rlhfless_ray.local.laptop import cpu_bfloat16
+from rlhfless_ray.local.laptop.cpu_bfloat16 import ProductSpeed, use_float32_products
 
 SLOW, FAST = ProductSpeed(30.0, 0.65), ProductSpeed(90.0, 140.0)
 
@@ -180,7 +180,7 @@ def test_a_node_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_processor_held_to_avx2_is_found_slow(tmp_path: Path) -> None:
     """PyTorch's own kernels without bfloat16 instructions, in a process of its own, because they are chosen at the start."""
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "OMP_NUM_THREADS": "1"}
-    code = "from rlhfless_ray.local.cpu_bfloat16 import measure; print(measure().is_slow)"
+    code = "from rlhfless_ray.local.laptop.cpu_bfloat16 import measure; print(measure().is_slow)"
     environment = {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout.strip() == "True"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from placement.memory import VALUE_BYTES, Training, rank_memory
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 
 # Bytes per parameter that DeepSpeed's buffers and copies add at the peak, by type and ZeRO stage; a lower bound leaves them out.
 SLACK = {("float32", 0): 3, ("float32", 1): 15, ("bfloat16", 2): 12, ("bfloat16", 3): 16}

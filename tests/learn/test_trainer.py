@@ -19,7 +19,7 @@ from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import MicroBatch
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
 from rlhfless_ray.learn.trainer import FIRST, OptimizerStep
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import write_folder
 from rlhfless_ray.weights.tensor_file import Files

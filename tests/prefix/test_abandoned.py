@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless_ray.local.local_ray import forked, local_ray
+from rlhfless_ray.local.laptop.local_ray import forked, local_ray
 from tests.conftest import environment
 
 pytestmark = pytest.mark.ray

@@ -13,7 +13,7 @@ import pytest
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.cluster import check_width
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.local.member_process import LOST_RC
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.load_reward import load_reward

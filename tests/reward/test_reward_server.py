@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.reward_server import TextScorer, create_server
 from rlhfless_ray.weights.model_folder import write_folder

@@ -16,7 +16,7 @@ from asking import FILES, answer, at_several_temperatures, put, requests, weight
 from test_adapter_engine import Trained
 from test_quantization import mean_mismatch
 
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.local.member_process import LOST_RC
 from rlhfless_ray.runtime.agreement import tolerance
 

@@ -25,6 +25,7 @@ from rlhfless_ray.run import folder as module
 from rlhfless_ray.run.checkpoint_files import driver_state
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.put_model import put_model
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, Scored, Trained
 from rlhfless_ray.weights.remote_folder import Writer, writer
@@ -460,12 +461,12 @@ def test_folders_that_ray_deletes_after_the_job_are_named(tmp_path: Path, monkey
 
 def test_a_model_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
     """transformers takes one file before an index of several, and would load the old weights."""
-    module.put_model(tmp_path, {"model.safetensors": b"one", "adapter_config.json": b"{}", "config.json": b"1"})
+    put_model(tmp_path, {"model.safetensors": b"one", "adapter_config.json": b"{}", "config.json": b"1"})
     shards = {"model-00001-of-00002.safetensors": b"a", "model-00002-of-00002.safetensors": b"b", "model.safetensors.index.json": b"{}"}
     (tmp_path / "notes.txt").write_text("mine")
-    module.put_model(tmp_path, shards)
+    put_model(tmp_path, shards)
     assert {file.name for file in tmp_path.iterdir()} == {*shards, "config.json", "notes.txt"}
-    module.put_model(tmp_path, {"adapter_model.safetensors": b"c"})
+    put_model(tmp_path, {"adapter_model.safetensors": b"c"})
     assert {file.name for file in tmp_path.iterdir()} == {*shards, "config.json", "notes.txt", "adapter_model.safetensors"}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe

@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.supervise.examples import Example, Examples
 from rlhfless_ray.weights.model_folder import INDEX, read_files, stored_weights
