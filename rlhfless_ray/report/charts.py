@@ -6,11 +6,14 @@ palette. A function returns None if the run has no data for it, so no chart is e
 
 from __future__ import annotations
 
+import html
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhfless_ray.common.expressions import read_data_file
 from rlhfless_ray.report.formatting import are_shares, finite, finite_values, number, round_up
 
 Row = dict[str, Any]
@@ -79,6 +82,26 @@ def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **o
         for xs, ys in [series(thin([row for row in rows if finite(row.get(key)) is not None]), key)]
         if xs
     ]
+
+
+def line_charts(part: str, rows: Sequence[Row]) -> list[Chart]:
+    """Return the charts of a part of charts.yaml, without those that the run has no data for."""
+    charts = []
+    for spec in read_data_file(__package__, "charts.yaml")[part]:
+        data = lines(rows, spec["lines"], **spec.get("options", {}))
+        charts.append(Chart(spec["id"], spec["title"], spec["note"], data, spec.get("layout", {}), spec.get("height", 260)))
+    return [chart for chart in charts if chart.data]
+
+
+def markers(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, symbol: str, size: int = 8, **options: Any) -> Row:
+    """Return a trace of single points."""
+    trace = {"type": "scatter", "mode": "markers", "x": list(xs), "y": list(ys), "name": name}
+    return trace | {"marker": {"symbol": symbol, "size": size, "color": colour}} | options
+
+
+def hover_text(head: str, what: str) -> str:
+    """Return a hover text of short lines. plotly interprets some HTML tags, so text of the run is escaped."""
+    return "<br>".join([*([head] if head else []), *(html.escape(part) for part in textwrap.wrap(what, 60))])
 
 
 def band(rows: Sequence[Row], low: str, high: str, name: str, colour: str) -> list[Row]:
@@ -240,39 +263,11 @@ def forecast(rows: Sequence[Row]) -> Chart | None:
     return Chart("forecast", "Length forecasts", note, data + ranks, layout, height=300)
 
 
-def calibration(rows: Sequence[Row]) -> Chart | None:
-    """Draw how often true lengths are inside the forecast's intervals, and how well it separates the longest tenth."""
-    metrics = (
-        ("forecast/coverage_90", "inside the 90 % interval", "@rollout", "solid"),
-        ("forecast/coverage_50", "inside the 50 % interval", "@learn", "solid"),
-        ("forecast/auc_longest", "longest tenth recognised (AUC)", "@score", "dot"),
-    )
-    data = lines(rows, metrics, width=1.8, hovertemplate="%{y:.1%}")
-    if not data:
-        return None
-    note = "A calibrated forecast has 90 % and 50 % of the true lengths inside its intervals; an AUC of 50 % is chance."
-    layout: Row = {"yaxis": {"range": [0, 1.03], "tickformat": ".0%"}}
-    return Chart("calibration", "Forecast calibration", note, data, layout, height=300)
-
-
-HEALTH = (
-    ("learn/mismatch_mean", "mismatch, mean", "|log p learner − log p sampler| at the sampler's weights; should stay near rounding."),
-    ("learn/mismatch_max", "mismatch, largest token", "The largest difference of any token of the step."),
-    ("learn/kl", "KL to the reference", "Estimated over the trained tokens."),
-    ("learn/clip_share", "clip share", "Share of tokens whose ratio was clipped."),
-    ("learn/grad_norm", "gradient norm", "Before clipping."),
-    ("learn/entropy", "entropy", "Entropy of the policy in nats per token; near zero it has stopped exploring."),
-    ("learn/importance_capped_share", "importance weights capped", "Share of tokens or sequences at the cap."),
-    ("weights/pulled_mb", "weights between nodes, MB", "Pulled of the step's weight version, copies for safety included."),
-    ("weights/least_mb", "least between nodes, MB", "The minimum that any transfer of the version to the engines' nodes must move."),
-    ("learn/loss", "loss", "Policy gradient loss: its sign does not show progress."),
-)
-
-
 def health(rows: Sequence[Row]) -> tuple[list[Chart], list[str]]:
     """Return small charts of metrics that vary, and a sentence for each constant one."""
     charts, constant = [], []
-    for key, title, note in HEALTH:
+    for spec in read_data_file(__package__, "charts.yaml")["health"]:
+        key, title, note = spec["metric"], spec["title"], spec["note"]
         xs, ys = series(rows, key)
         if not xs:
             continue

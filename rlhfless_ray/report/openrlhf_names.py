@@ -8,7 +8,10 @@ optimizer steps `actor_grad_norm` is that of the last one. `actor_lr`, and `lr` 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from rlhfless_ray.common.expressions import read_data_file
 
 SAMPLE = "train/generated_samples"
 
@@ -20,50 +23,10 @@ class Shown(NamedTuple):
     reward: float
 
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "step": ("train/global_step",),
-    "learn/policy_loss": ("train/policy_loss",),
-    "learn/kl": ("train/kl",),
-    "learn/ppo_kl": ("train/ppo_kl",),
-    "learn/sampler_kl": ("train/vllm_kl",),
-    "learn/reference_gap": ("train/logprobs_diff",),
-    "learn/entropy": ("train/entropy_loss",),
-    "learn/clip_share": ("train/ppo_clip_ratio",),
-    "learn/importance_capped_share": ("train/is_filter_ratio",),
-    "learn/last_grad_norm": ("train/actor_grad_norm",),
-    "learn/next_learning_rate": ("train/actor_lr",),
-    "critic/loss": ("train/critic_loss",),
-    "critic/value_mean": ("train/values",),
-    "critic/grad_norm": ("train/critic_grad_norm",),
-    "critic/learning_rate": ("train/critic_lr",),
-    "reward/penalized_mean": ("train/reward", "train/rollout/reward_mean"),
-    "reward/penalized_std": ("train/rollout/reward_std",),
-    "reward/score_mean": ("train/score",),
-    "reward/return_mean": ("train/return",),
-    "reward/group_std": ("train/group_reward_std",),
-    "length/mean": ("train/response_length", "train/rollout/response_length_mean"),
-    "length/total_mean": ("train/total_length",),
-    "length/truncated_share": ("train/truncated", "train/rollout/truncated_rate"),
-    "length/full_share": ("train/response_clip_ratio",),
-    "tokens/samples": ("train/rollout/num_samples",),
-    "filter/pass_percent": ("train/dynamic_filtering_pass_rate",),
-    "eval/length_mean": ("eval/eval_response_length_mean",),
-    "eval/truncated_share": ("eval/eval_truncated_rate",),
-    "eval/samples": ("eval/eval_num_samples",),
-}
-OF_STAGE: dict[str, tuple[str, ...]] = {
-    "learn/accuracy": ("train/acc_mean",),
-    "learn/chosen_reward": ("train/chosen_reward",),
-    "learn/rejected_reward": ("train/reject_reward",),
-    "learn/distillation": ("train/distil_loss",),
-    "learn/grad_norm": ("train/grad_norm",),
-    "learn/next_learning_rate": ("train/lr",),
-    "eval/accuracy": ("eval/acc_mean",),
-    "eval/rejected_reward": ("eval/reject_reward",),
-}
-"""Metrics of supervised stages, besides the loss. All are means over an optimizer step; OpenRLHF's rewards are means over its last
-micro-batch."""
-OF_SOURCE = {"length_mean": "response_length_mean", "truncated_share": "truncated_rate"}
+_TABLES = read_data_file(__package__, "openrlhf_names.yaml")
+NAMES: dict[str, list[str]] = _TABLES["run"]
+OF_STAGE: dict[str, list[str]] = _TABLES["stage"]
+OF_SOURCE: dict[str, str] = _TABLES["source"]
 
 
 def renamed(row: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +87,7 @@ def step_line(row: dict[str, Any]) -> str:
     return f"Global step {row['step']}: {shown}"
 
 
-def _names(name: str) -> tuple[str, ...]:
+def _names(name: str) -> Sequence[str]:
     if name in NAMES:
         return NAMES[name]
     if log := re.fullmatch(r"reward/logs/(.+)", name):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import statistics
-import textwrap
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, axis_top, lines, rounded
+from rlhfless_ray.report.charts import Chart, Row, axis_top, hover_text, lines, markers, rounded
 from rlhfless_ray.report.formatting import finite, number
 
 
@@ -31,11 +29,8 @@ def pool(rows: Sequence[Row]) -> Chart | None:
     for decision, symbol, colour in (("Grow", "triangle-up", "@score"), ("Shrink", "triangle-down", "@learn")):
         chosen = [i for i, row in enumerate(known) if row.get("pool/decision") == decision]
         if 0 < len(chosen) <= 40:  # more would hide the line
-            data.append({
-                "type": "scatter", "mode": "markers", "name": decision.lower(), "x": [steps[i] for i in chosen],
-                "y": [sizes[i] for i in chosen], "marker": {"symbol": symbol, "size": 8, "color": colour},
-                "hoverinfo": "skip",
-            })  # fmt: skip
+            xs, ys = [steps[i] for i in chosen], [sizes[i] for i in chosen]
+            data.append(markers(xs, ys, decision.lower(), colour, symbol, hoverinfo="skip"))
     top = max(size for size in sizes if size is not None)
     layout = {"yaxis": {"title": "actors", "range": [0, top + 0.5], "tickformat": "d", "dtick": max(1, round(top / 5))}}
     note = "How many rollout actors each step used. Point at a step for the decision and its reason."
@@ -96,11 +91,9 @@ def frontier(rows: Sequence[Row]) -> Chart | None:
     ):
         time_s, cost = finite(row.get(time_key)), finite(row.get(cost_key))
         if time_s is not None and cost is not None:
-            data.append({
-                "type": "scatter", "mode": "markers", "name": name, "x": [rounded(cost)], "y": [rounded(time_s)],
-                "marker": {"symbol": symbol, "size": 12, "color": colour, "line": {"width": 2, "color": colour}},
-                "hovertemplate": f"{name}: {number(time_s)} s for {number(cost)} slot-s<extra></extra>",
-            })  # fmt: skip
+            text = f"{name}: {number(time_s)} s for {number(cost)} slot-s<extra></extra>"
+            data.append(markers([rounded(cost)], [rounded(time_s)], name, colour, symbol, 12, hovertemplate=text))
+            data[-1]["marker"]["line"] = {"width": 2, "color": colour}
     layout: Row = {
         "xaxis": {"title": "cost, slot-seconds", "rangemode": "tozero"},
         "hovermode": "closest",
@@ -117,7 +110,5 @@ def frontier(rows: Sequence[Row]) -> Chart | None:
 
 
 def _decision(row: Row) -> str:
-    # plotly interprets some HTML tags in hover texts, so text of the run is escaped
-    text = f"<b>step {row['step']}, {number(row['pool/rollout_actors'])} actors</b>"
     what = ": ".join(str(part) for part in (row.get("pool/decision"), row.get("pool/reason")) if part)
-    return "<br>".join([text, *(html.escape(part) for part in textwrap.wrap(what, 60))])
+    return hover_text(f"<b>step {row['step']}, {number(row['pool/rollout_actors'])} actors</b>", what)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import html
-import textwrap
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, line, lines, rounded, series
+from rlhfless_ray.report.charts import Chart, Row, hover_text, line_charts, lines, markers, rounded, series
 from rlhfless_ray.report.formatting import finite, number, total
 
 
@@ -29,9 +27,7 @@ def tokens(rows: Sequence[Row]) -> Chart | None:
     ):
         xs, ys = series(rows, f"prefix/{key}")
         if xs:  # markers only, because some steps have none
-            data.append(line(xs, ys, name, colour, mode="markers", hovertemplate="%{y:,.0f} tokens") | {
-                "marker": {"symbol": symbol, "size": 6, "color": colour}
-            })  # fmt: skip
+            data.append(markers(xs, ys, name, colour, symbol, 6, cliponaxis=False, hovertemplate="%{y:,.0f} tokens"))
     if not data:
         return None
     note = (
@@ -56,17 +52,12 @@ def saved(rows: Sequence[Row]) -> Chart | None:
     for state, name, symbol in ((True, "expected, on", "circle"), (False, "expected, left off", "circle-open")):
         some = [i for i, one in enumerate(on) if one is state]
         if some:
-            data.append({
-                "type": "scatter", "mode": "markers", "name": name, "x": [xs[i] for i in some], "y": [ys[i] for i in some],
-                "marker": {"symbol": symbol, "size": 7, "color": "@rollout"}, "cliponaxis": False,
-                "customdata": [_reason(by_step[xs[i]]) for i in some], "hovertemplate": "%{customdata}<extra></extra>",
-            })  # fmt: skip
+            reasons = [hover_text("", f"step {xs[i]}: {by_step[xs[i]].get('prefix/reason', '')}") for i in some]
+            hover = {"customdata": reasons, "hovertemplate": "%{customdata}<extra></extra>", "cliponaxis": False}
+            data.append(markers([xs[i] for i in some], [ys[i] for i in some], name, "@rollout", symbol, 7, **hover))
     mx, my = series(rows, "prefix/measured_saved_engine_s")
     if mx:
-        data.append({
-            "type": "scatter", "mode": "markers", "name": "measured", "x": mx, "y": my, "hovertemplate": "%{y:.3~g} engine-s",
-            "marker": {"symbol": "x", "size": 8, "color": "@score"}, "cliponaxis": False,
-        })  # fmt: skip
+        data.append(markers(mx, my, "measured", "@score", "x", cliponaxis=False, hovertemplate="%{y:.3~g} engine-s"))
     note = (
         "Prefill time that engines saved, less the cost of pages: computing, copying, fetching. Below zero the service costs more "
         "than it saves. Hover over a step for the decision and its reason."
@@ -78,19 +69,10 @@ def saved(rows: Sequence[Row]) -> Chart | None:
 def break_even(rows: Sequence[Row]) -> Chart | None:
     """Draw the length of the prefix shared by all prompts of a step, and the length needed to pay."""
     rows = decided(rows)
-    metrics = (
-        ("prefix/header_tokens", "shared by all prompts", "@rollout", "solid"),
-        ("prefix/break_even_tokens", "needed to pay", "@learn", "dash"),
-    )
-    data = lines(rows, metrics, width=1.8, hovertemplate="%{y:,.0f} tokens")
-    never = sum(finite(row.get("prefix/break_even_tokens")) is None for row in rows)
-    if not data:
-        return None
-    note = "The prefix shared by all prompts of a step, in whole blocks, and the length from which the service pays."
-    if never:
-        note += f" In {never} of {len(rows)} steps no length would have been enough."
-    layout: Row = {"yaxis": {"title": "tokens", "rangemode": "tozero"}}
-    return Chart("prefix-even", "The break-even", note, data, layout, height=240)
+    charts = line_charts("break_even", rows)
+    if charts and (never := sum(finite(row.get("prefix/break_even_tokens")) is None for row in rows)):
+        charts[0].note += f" In {never} of {len(rows)} steps no length would have been enough."
+    return charts[0] if charts else None
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
@@ -116,8 +98,3 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             + (f", {number(back)} of which still had to be computed again." if back else ".")
         )
     return texts
-
-
-def _reason(row: Row) -> str:
-    words = f"step {row['step']}: {row.get('prefix/reason', '')}"
-    return "<br>".join(html.escape(part) for part in textwrap.wrap(words, 60))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.disk_space import replace_file
-from rlhfless_ray.report import charts, cost_charts, draft_charts, plan_charts, prefix_charts, summary, supervised_charts
+from rlhfless_ray.report import charts, cost_charts, draft_charts, plan_charts, prefix_charts, summary
 from rlhfless_ray.report.charts import Chart, thin
 from rlhfless_ray.report.formatting import duration, percent
 from rlhfless_ray.report.gantt import gantt
@@ -39,7 +39,7 @@ def write_report(run_folder: Path) -> Path:
         plan_charts.frontier(steps),
         *plan_charts.plans(steps),
         charts.forecast(drawn),
-        charts.calibration(drawn),
+        *charts.line_charts("calibration", drawn),
         draft_charts.drafts(steps),
         draft_charts.drafts_within(steps),
         draft_charts.drafter(steps),
@@ -83,7 +83,7 @@ def write_report(run_folder: Path) -> Path:
 def learning_charts(record: RunRecord) -> list[Chart]:
     """Return the run's learning curves, without those that it has no data for."""
     if record.is_supervised:
-        return supervised_charts.learning(record.metrics)
+        return charts.line_charts("stage", record.metrics)
     return _present(
         charts.reward(thin(record.steps)),
         charts.accuracy(record.metrics),

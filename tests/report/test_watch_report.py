@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from synthetic_run import write_synthetic_run
 
-from rlhfless_ray.report import charts, cost_charts, plan_charts, prefix_charts, supervised_charts
+from rlhfless_ray.report import charts, cost_charts, plan_charts, prefix_charts
 from rlhfless_ray.report.formatting import duration, money, number, percent, short, slot_time
 from rlhfless_ray.report.gantt import MAX_SEGMENTS, gantt
 from rlhfless_ray.report.read_run import RunRecord
@@ -382,7 +382,7 @@ def test_notes_count_the_steps_of_long_runs() -> None:
     assert "median error is 50%" in plan.note
     assert even is not None and "In 5000 of 5000 steps" in even.note
     stage = [{"step": i, "learn/loss": 1.0, "eval/loss": 1.0 if i % 100 == 0 else None} for i in range(5001)]
-    (loss,) = supervised_charts.learning(stage)
+    (loss,) = charts.line_charts("stage", stage)
     assert loss.data[1]["x"] == list(range(0, 5001, 100))
     assert all(len(trace["x"]) <= charts.MAX_POINTS for chart in (lengths, plan, even, loss) for trace in chart.data)
 
