@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless_ray.common.expressions import read_data_file
+from rlhfless_ray.common.data_files import read_data_file
 from rlhfless_ray.report.formatting import are_shares, finite, finite_values, number, round_up
 
 Row = dict[str, Any]

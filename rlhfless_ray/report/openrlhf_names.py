@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlhfless_ray.common.expressions import read_data_file
+from rlhfless_ray.common.data_files import read_data_file
 
 SAMPLE = "train/generated_samples"
 

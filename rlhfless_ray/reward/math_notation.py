@@ -8,42 +8,21 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_FUNCTION_NAMES = (
-    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth arcsinh arccosh arctanh log ln lg exp sqrt max min gcd lcm"
-)
-_GREEK_NAMES = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi psi omega"
-_DROPPED = (
-    "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle limits nolimits middle boxed fbox "
-    "bf rm it negthinspace phantom strut centering bold boldsymbol bm mathit mathsf mathtt mathnormal ensuremath underline emph "
-    "therefore quad qquad enspace thinspace medspace thickspace space nobreakspace newline"
-)
-_TEXT = "text textbf textit textrm textsf texttt textup textnormal mbox hbox mathrm mathbf operatorname"
-FUNCTIONS = set(_FUNCTION_NAMES.split())
-_GREEK = _GREEK_NAMES.split()
+from rlhfless_ray.common.data_files import read_data_file
+
+TABLES = read_data_file(__package__, "math_tables.yaml")
+FUNCTIONS: set[str] = set(TABLES["functions"].split())
+_GREEK: list[str] = TABLES["greek"].split()
 GREEK = {*_GREEK, *(name.capitalize() for name in _GREEK), "varepsilon", "varphi", "vartheta", "varrho", "ell", "hbar"}
 
 _SCRIPTS = {"^": str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni"), "_": str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎", "0123456789+-=()")}
-_GLYPHS = {
-    **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("×·⋅∙", "\\cdot "), **dict.fromkeys("÷⁄∕", "/"), **dict.fromkeys("°º", "^\\circ "),
-    **dict.fromkeys("≤⩽", "\\le "), **dict.fromkeys("≥⩾", "\\ge "), **dict.fromkeys("∅⌀", "\\emptyset "), **dict.fromkeys("′’‘", "'"),
-    "٫": ".", "٬": ",", "∞": "\\infty ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ",
-    "∈": "\\in ", "∖": "\\setminus ", "∨": "\\lor ", "∧": "\\land ", "∣": "|", "∫": "\\int ", "∑": "\\sum ", "∏": "\\prod ", "µ": "\\mu ",
-    "⟨": "\\langle ", "⟩": "\\rangle ", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "…": "\\dots ",
-    **{glyph: f"\\mathbb{{{letter}}}" for glyph, letter in zip("ℝℂℤℕℚ", "RCZNQ", strict=True)},
-}  # fmt: skip
-_RENAMED = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "frac"), **dict.fromkeys(("dbinom", "tbinom"), "binom"), "leq": "le", "leqslant": "le",
-    "geq": "ge", "geqslant": "ge", "neq": "ne", "varnothing": "emptyset", "empty": "emptyset", "times": "cdot", "ast": "cdot",
-    **dict.fromkeys(("ldots", "cdots", "dotsc", "dotsb", "dotsm"), "dots"), "infin": "infty", "vee": "lor", "wedge": "land",
-    "backslash": "setminus", "textdegree": "degree", "mid": "vert", "tg": "tan", "ctg": "cot", "arctg": "arctan", "lbrace": "{",
-    "rbrace": "}", "isin": "in", "cross": "cdot",
-}  # fmt: skip
-_REPLACED = {
-    "div": "/", "slash": "/", "lt": "<", "gt": ">", "colon": ":", "vert": "|", "lvert": "|", "rvert": "|", "lbrack": "[", "rbrack": "]",
-    "lparen": "(", "rparen": ")", "degree": "^\\circ ", "prime": "'", "%": "%", "&": "&", "#": "#", "i": "i", "imath": "i",
-    "$": "\\USD ", "dollar": "\\USD ", "mathdollar": "\\USD ", "textdollar": "\\USD ", "pounds": "£", "euro": "€", "ang": "", "/": "",
-    **dict.fromkeys([*",;: >", *_DROPPED.split()], " "), **dict.fromkeys("!()[]", ""), **dict.fromkeys(_TEXT.split(), "\\text"),
-}  # fmt: skip
+_GLYPHS: dict[str, str] = {glyph: notation for notation, glyphs in TABLES["glyphs"].items() for glyph in glyphs}
+_RENAMED: dict[str, str] = {other: name for name, others in TABLES["renamed"].items() for other in others.split()}
+_REPLACED: dict[str, str] = {
+    **TABLES["replaced"],
+    **dict.fromkeys(TABLES["dropped"].split(), " "),
+    **dict.fromkeys(TABLES["text"].split(), "\\text"),
+}
 _COMMAND = re.compile(r"\\(?:([A-Za-z]+)(?:\s*\*(?=\s*\{))?|(.))", re.DOTALL)
 _TEXT_BLOCK = re.compile(r"\\text\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _UNIT_FRACTION = re.compile(rf"\\frac\s*\{{\s*({_TEXT_BLOCK.pattern})\s*\}}\s*\{{\s*({_TEXT_BLOCK.pattern})\s*\}}")

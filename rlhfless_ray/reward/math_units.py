@@ -10,45 +10,22 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rlhfless_ray.reward.math_notation import FUNCTIONS, plain_words
+from rlhfless_ray.reward.math_notation import FUNCTIONS, TABLES, plain_words
 
 Unit = tuple[Fraction, tuple[tuple[str, int], ...]]  # size in base units, and the base units with their powers
 
-_MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_SIZES: dict[str, dict[str, str]] = {  # base unit → names without a plural's s → size of one
-    "m": {
-        "m meter metre": "1", "km kilometer kilometre": "1000", "cm centimeter centimetre": "1/100", "mm millimeter millimetre": "1/1000",
-        "nm": "1/1000000000", "in inch inche": "0.0254", "ft foot feet": "0.3048", "yd yard": "0.9144", "mi mile": "1609.344",
-    },
-    "m^3": {"L l liter litre": "1/1000", "mL ml milliliter millilitre": "1/1000000"},
-    "g": {"g gram": "1", "kg kilogram": "1000", "mg milligram": "1/1000"},
-    "s": {
-        "s sec second": "1", "ms millisecond": "1/1000", "min minute": "60", "h hr hour": "3600", "day": "86400", "week": "604800",
-    },
-    "month": {"month": "1", "year yr": "12"}, "gallon": {"gal gallon": "1"}, "lb": {"lb": "1"}, "ounce": {"oz ounce": "1"},
-    "ton": {"ton tonne": "1"}, "N": {"N newton": "1"}, "J": {"J joule": "1", "kJ": "1000"}, "W": {"W watt": "1", "kW": "1000"},
-    "V": {"V volt": "1"}, "K": {"K kelvin": "1"}, "Pa": {"Pa": "1", "kPa": "1000"}, "Hz": {"Hz": "1", "kHz": "1000"},
-    "mol": {"mol mole": "1"}, "rad": {"rad radian": "1"}, "degree": {"degree deg": "1"}, "celsius": {"C celsius": "1"},
-    "fahrenheit": {"F fahrenheit": "1"}, "byte": {"byte": "1"}, "bit": {"bit": "1"}, "am": {"am AM": "1"}, "pm": {"pm PM": "1"},
-    "USD": {"USD dollar": "1", "cent": "1/100"}, "EUR": {"EUR euro": "1"}, "GBP": {"GBP": "1"}, "JPY": {"JPY yen": "1"},
-    "CNY": {"CNY yuan RMB": "1"}, "INR": {"INR Rs rupee": "1"}, "": {"unit": "1"},
-}  # fmt: skip
+_MAGNITUDES: dict[str, int] = TABLES["magnitudes"]
 _UNITS: dict[str, Unit] = {
     name: (Fraction(size), (("m", 3),) if base == "m^3" else ((base, 1),) if base else ())
-    for base, sizes in _SIZES.items()
+    for base, sizes in TABLES["units"].items()
     for names, size in sizes.items()
     for name in names.split()
 }
 _UNITS |= {"mph": (Fraction("0.44704"), (("m", 1), ("s", -1))), "kph": (Fraction(5, 18), (("m", 1), ("s", -1)))}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_CURRENCIES = {"\\USD": "USD", "€": "EUR", "£": "GBP", "¥": "JPY", "₹": "INR"}
+_CURRENCIES: dict[str, str] = TABLES["currencies"]
 _PERCENT = {"%", "percent", "percentage", "pct"}
-# Words that change a value or join two, so they are neither its unit nor its introduction.
-_CHANGING = (
-    "minus negative no not or and half of if for where when plus times percent over mod base with to by from than less more squared cubed "
-    "pi root infinity least most between under below above"
-)
-_CHANGES = {*_CHANGING.split(), *_MAGNITUDES, *FUNCTIONS}
+_CHANGES = {*TABLES["changing"].split(), *_MAGNITUDES, *FUNCTIONS}
 _WORD = r"(?:\\text ?\{[^{}]*\}|[A-Za-z]+(?![A-Za-z])|%|\^\\circ ?(?:[CF](?![A-Za-z]))?)"
 _POWER = r"(?: ?\^ ?(?:-?\d|\{ ?-?\d ?\}))?"
 _TAIL = re.compile(rf"{_WORD}\.?{_POWER}(?: ?(?:/|\\cdot)? ?{_WORD}\.?{_POWER})*")
@@ -56,10 +33,8 @@ _TAIL_STARTS = re.compile(r"\\text ?\{|(?<![A-Za-z\\])[A-Za-z]|%|\^\\circ")
 _LEAD = re.compile(r"((?:\\text ?\{[^{}0-9]*\}|[A-Za-z]{2,}(?![A-Za-z])) ?[:=]? ?)+(?=[-+]?(?:\d|\.\d|\\frac|\\sqrt|\\USD|[€£¥₹(]))")
 _CURRENCY = re.compile(r"([-+]?) ?(\\USD|[€£¥₹]|Rs\.?|USD|EUR) ?([-+]?.*)", re.DOTALL)
 _MAX_CHARS = 300  # of a text whose end may be a unit
-_SMALL = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-_NUMBER_WORDS = {word: value for value, word in enumerate(_SMALL.split())}
-_NUMBER_WORDS |= {word: 10 * tens for tens, word in enumerate(_TENS.split(), 2)}
+_NUMBER_WORDS = {word: value for value, word in enumerate(TABLES["numbers"].split())}
+_NUMBER_WORDS |= {word: 10 * tens for tens, word in enumerate(TABLES["tens"].split(), 2)}
 
 
 @dataclass(frozen=True)
