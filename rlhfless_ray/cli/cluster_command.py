@@ -6,12 +6,13 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
 ANSWER_S = 30.0
 MAX_PAST = 20  # ended runs with a row of their own in the table
@@ -51,7 +52,7 @@ def cluster(
         print("no run shares the slots of this cluster now")
 
 
-def show(pool: dict[str, Any]) -> None:
+def show(pool: JsonObject) -> None:
     from rich.table import Table
 
     from rlhfless_ray.report.formatting import duration, money, slot_time
@@ -61,7 +62,7 @@ def show(pool: dict[str, Any]) -> None:
     costs = ("paid", "money", "paid today", "money today")
     table = Table("run", "since", "holds", "target", "waits for", "share", *costs, "lent", "borrowed", "why", title=title)
 
-    def cost(*runs: dict[str, Any]) -> list[str]:
+    def cost(*runs: JsonObject) -> list[str]:
         slot_s, amount, today_s, amount_today = (
             sum(run[key] for run in runs) for key in ("slot_s", "money", "today_slot_s", "money_today")
         )

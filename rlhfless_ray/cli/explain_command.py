@@ -7,12 +7,13 @@ import shlex
 import sys
 from contextlib import chdir
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from rlhfless_ray.cli.passthrough import split_options
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.command import LaunchCommand
@@ -110,7 +111,7 @@ def _why_not(launch: LaunchCommand) -> str | None:
     return str(wrong) if wrong else None
 
 
-def _explained(translation: Translation | LauncherTranslation, here: bool) -> tuple[str, dict[str, Any]]:
+def _explained(translation: Translation | LauncherTranslation, here: bool) -> tuple[str, JsonObject]:
     """Return text and data about a command. `here`: it runs on this machine, not as a job on another one."""
     from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation

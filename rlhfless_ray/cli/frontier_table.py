@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.cli.pictures import draw_bounds, picture
 from rlhfless_ray.cli.tables import rows_to_show
+from rlhfless_ray.common.json_types import JsonObject
 
 if TYPE_CHECKING:
     from placement import Bounds, Choice, Plan, Pool
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 MAX_TABLE_ROWS = 14
 
 
-def _plan_tree(plan: Plan, bounds: Bounds) -> dict[str, Any]:
+def _plan_tree(plan: Plan, bounds: Bounds) -> JsonObject:
     sizes = [len(group) for group in plan.groups]
     return {
         "time_s": plan.time_s,
@@ -29,7 +30,7 @@ def _plan_tree(plan: Plan, bounds: Bounds) -> dict[str, Any]:
     }
 
 
-def _pool_tree(pool: Pool) -> dict[str, Any]:
+def _pool_tree(pool: Pool) -> JsonObject:
     speed = pool.speed
     return {
         "actors": pool.max_actors,
@@ -44,7 +45,7 @@ def _pool_tree(pool: Pool) -> dict[str, Any]:
 
 def frontier_tree(
     recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]
-) -> dict[str, Any]:
+) -> JsonObject:
     return {
         "lengths": {
             "source": recorded.source,

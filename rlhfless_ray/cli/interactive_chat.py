@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.inference import translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import CHAT
 from rlhfless_ray.prompts.first_token import FirstToken
@@ -18,7 +19,7 @@ ASKS = "Please enter a prompt (or type 'exit' to quit): "
 class Conversation:
     """The conversation so far. Without a chat template, prompts and responses are appended to one text."""
 
-    def __init__(self, settings: dict[str, Any], tokenizer: Any) -> None:
+    def __init__(self, settings: JsonObject, tokenizer: Any) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self.turns: list[dict[str, str]] = []
         self.text = ""
@@ -70,7 +71,7 @@ def _run(tokens: list[str]) -> None:
         _talk(translation.settings)
 
 
-def _talk(settings: dict[str, Any]) -> None:
+def _talk(settings: JsonObject) -> None:
     import torch
 
     from rlhfless_ray.learn.policy_model import load_model

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
 if TYPE_CHECKING:
     from placement import Pool
@@ -46,7 +47,7 @@ class PoolOptions:
             "preempt": float,
             "capacity": int,
         }
-        changes: dict[str, Any] = {}
+        changes: JsonObject = {}
         for part in text.split(","):
             key, _, value = (piece.strip() for piece in part.partition("="))
             key = key.replace("-", "_")

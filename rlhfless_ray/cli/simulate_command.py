@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from rlhfless_ray.cli.local_file import local_file
 from rlhfless_ray.cli.pictures import check_picture, draw_bounds, picture
 from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 
 if TYPE_CHECKING:
     from placement.simulate import Setting, SimulatedRun
@@ -106,7 +107,7 @@ def _plain(chosen: Setting) -> Setting:
     return basic.but(tensor_parallel=PhaseTimes.from_setting(basic).width)
 
 
-def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, Any]:
+def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> JsonObject:
     """Return means and standard deviations over seeds: seconds per step, device-seconds held and worked, and the bounds.
 
     `plain`: `fixed` on the same workloads, with synchronous steps and without drafts or 8-bit weights. Ratios are of means.
@@ -117,7 +118,7 @@ def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, An
 
     setting = runs[0].setting
     bound = {"step_s": float(np.mean([r.bound_s for r in runs])), "device_s": float(np.mean([r.bound_cost for r in runs]))}
-    rows: dict[str, Any] = {}
+    rows: JsonObject = {}
     for name in runs[0].policies:
         runs_of_policy = [run.policies[name] for run in runs]
         figures = {
@@ -165,7 +166,7 @@ def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, An
     }
 
 
-def _show(results: dict[str, Any]) -> None:
+def _show(results: JsonObject) -> None:
     from rich.table import Table
 
     console = table_console()
@@ -177,7 +178,7 @@ def _show(results: dict[str, Any]) -> None:
     for head in ("policy", "step, s", "full, device-s", "busy, device-s", "over plain fixed", "over fixed", "plan"):
         table.add_column(head, justify="left" if head in ("policy", "plan") else "right", overflow="fold")
 
-    def over(row: dict[str, Any], key: str) -> str:
+    def over(row: JsonObject, key: str) -> str:
         r = row.get(key)
         return f"{r['speedup']:.2f}×, {0 - r['saving']:+.0%} ({0 - r['saving_if_all_are_billed']:+.0%})" if r else ""
 
@@ -209,7 +210,7 @@ def _show(results: dict[str, Any]) -> None:
         console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds")
 
 
-def _plot(results: dict[str, Any], path: Path) -> None:
+def _plot(results: JsonObject, path: Path) -> None:
     """Draw each policy's mean full cost against its mean time, and the bounds."""
     with picture(path, xlabel="seconds per step", ylabel="device-seconds held per step", title=results["setting"]) as axes:
         for name, row in results["policies"].items():

@@ -14,12 +14,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import psutil
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.common.ray_environment import AUTH_MODE, PACKAGES
 from rlhfless_ray.local.laptop.forked_workers import ForkServer, worker_prefix
 from rlhfless_ray.local.laptop.local_ray import WORKER_PREFIX, local_ray
@@ -258,7 +259,7 @@ def check_width(recipe: Recipe, largest: int, resource: str) -> None:
             )
 
 
-def _runtime_env() -> dict[str, Any] | None:
+def _runtime_env() -> JsonObject | None:
     """Return a runtime environment with this project's packages. None inside a Ray job, which ships its own, and below a sweep with a
     private Ray, whose processes find them on this machine."""
     if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or os.environ.get(CLUSTERS) == "0":
@@ -344,7 +345,7 @@ def _shorten_ray_errors() -> None:
     if getattr(print_lines, "brief", False):
         return
 
-    def brief(data: dict[str, Any], ignore_prefix: bool) -> None:
+    def brief(data: JsonObject, ignore_prefix: bool) -> None:
         if data.get("pid") != "raylet":
             print_lines(data, ignore_prefix)
             return

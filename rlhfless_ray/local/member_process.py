@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.local.laptop.local_ray import forked
 
 LOST_RC = 70  # exit status of an actor's process that has lost a member
@@ -54,7 +55,7 @@ class MemberProcess:
         """The member's process id, which is the first that it sends. `process` may only wait for it."""
         return pickle.load(self.reader)
 
-    def call(self, method: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+    def call(self, method: Any, args: tuple[Any, ...] = (), kwargs: JsonObject | None = None) -> None:
         cloudpickle.dump((method, args, kwargs or {}), self.writer)
         self.writer.flush()
 

@@ -26,6 +26,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prefix.block_hash import chain
 from rlhfless_ray.prefix.block_hasher import is_identified_by_tokens
 from rlhfless_ray.prefix.page_parts import LayerPart, PageParts
@@ -125,7 +126,7 @@ class PageConnector(KVConnectorBase_V1):
         loads, self.loads = self.loads, PageLoads()
         return loads
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, JsonObject | None]:
         """Copy out requested pages. The request's blocks are its own until this returns."""
         name = request.sampling_params.extra_args.get("name")
         if name in self.store.to_save and not self.store.refused and is_identified_by_tokens(request):

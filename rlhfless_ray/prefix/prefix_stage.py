@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from ray.exceptions import RayTaskError
@@ -14,6 +13,7 @@ from ray.exceptions import RayTaskError
 from placement.scaling.prefix_benefit import PrefixChoice, PrefixDemand, PrefixSpeed, choose_prefix
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import GONE, Instance, is_loss, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -210,7 +210,7 @@ class PrefixStage:
             if refs:
                 step.sent.append((instance, instance.actor.fetch_pages.remote(version, [prompts[i] for i in mine], refs, FETCH_S)))
 
-    def finish(self, step: StepPrefixes) -> dict[str, Any]:
+    def finish(self, step: StepPrefixes) -> JsonObject:
         """Release the pages after the rollout, and return metrics. The pages of an engine that died are counted as lost."""
         counts: Counter[str] = Counter()
         for instance, reply in step.sent:

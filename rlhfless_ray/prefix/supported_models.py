@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from rlhfless_ray.common.json_types import JsonObject
 
 ATTENTION = ("full_attention", "attention", "global")
 # Keys that only configs of models with recurrent layers have. Published ones, as that of Qwen3-Next, often list no kinds of layers.
@@ -12,7 +12,7 @@ STATES = (
 )
 
 
-def unsupported(config: dict[str, Any], width: int = 1) -> str | None:
+def unsupported(config: JsonObject, width: int = 1) -> str | None:
     """Return why engines of `width` slots cannot store the KV of a policy with this config.json as pages, or None if they can.
 
     A page holds one block of every layer and is valid for all requests with the same tokens before it. This fails for layers
@@ -42,7 +42,7 @@ def unsupported(config: dict[str, Any], width: int = 1) -> str | None:
     return None
 
 
-def page_bytes(config: dict[str, Any], dtype_bytes: int, block_size: int) -> int:
+def page_bytes(config: JsonObject, dtype_bytes: int, block_size: int) -> int:
     """Return the bytes of one page of a plain attention model: keys and values of a block over all layers.
 
     An estimate until an engine reports the true size; 0 if the config uses other names.

@@ -6,14 +6,15 @@ import math
 import string
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
 Split = Literal["train", "heldout"]
-Row = dict[str, Any]
+Row = JsonObject
 
 KEYS = string.ascii_lowercase[:24]
 MAX_OPERAND = 3

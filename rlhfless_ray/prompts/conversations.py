@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.read_rows import TableRow, without_null_values
 
-Turn = dict[str, Any]
+Turn = JsonObject
 
 MEDIA = ("image", "audio", "video")
 WORD = re.compile(r"[^\W\d_]{4,}")  # shorter ones are in many texts by chance
@@ -40,7 +41,7 @@ class RowCounts:
         return ", ".join(f"`{name}` ({rows} of {of} rows, first {self.first[name]})" for name, rows in self.rows.items())
 
 
-def cell_of(row: dict[str, Any], column: str) -> Any:
+def cell_of(row: JsonObject, column: str) -> Any:
     """Return a cell, as a list of turns if it is a conversation, also one that is JSON or Python text.
 
     In a table's conversation each call has the arguments of all calls, so those that are null are left out.
@@ -203,7 +204,7 @@ class ChatRenderer:
         self.rows = 0
         self.keys, self.roles, self.confused = RowCounts(), RowCounts(), RowCounts()
 
-    def render(self, turns: Sequence[Turn], tools: list[dict[str, Any]] | None, *, prompts: bool) -> str:
+    def render(self, turns: Sequence[Turn], tools: list[JsonObject] | None, *, prompts: bool) -> str:
         """Return the text of a conversation. `prompts`: whether the assistant's next turn begins at its end.
 
         Raises:
@@ -217,10 +218,10 @@ class ChatRenderer:
             raise BadTurns(wrong)
         return text
 
-    def _apply(self, turns: list[Turn], tools: list[dict[str, Any]] | None, prompts: bool) -> str:
+    def _apply(self, turns: list[Turn], tools: list[JsonObject] | None, prompts: bool) -> str:
         return str(self.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompts))
 
-    def lost(self, turns: Sequence[Turn], text: str, tools: list[dict[str, Any]] | None, *, prompts: bool) -> Lost:
+    def lost(self, turns: Sequence[Turn], text: str, tools: list[JsonObject] | None, *, prompts: bool) -> Lost:
         """Return what `text`, the rendered conversation, lacks."""
         said = {key for turn in turns for key, value in turn.items() if value not in (None, "", [], {}) and not self.is_own(key)}
         said -= {"role", "content"}
@@ -237,7 +238,7 @@ class ChatRenderer:
             self.as_assistant[role] = not self._changes(text, swapped, tools, prompts)
         return Lost(keys, roles, {role for role in others if self.as_assistant[role]})
 
-    def _changes(self, text: str, turns: list[Turn], tools: list[dict[str, Any]] | None, prompts: bool) -> bool:
+    def _changes(self, text: str, turns: list[Turn], tools: list[JsonObject] | None, prompts: bool) -> bool:
         try:
             return self._apply(turns, tools, prompts) != text
         except Exception:  # a template may raise anything, so it reads what was changed

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
 TITLES = {  # of what orders the rows
     "n_rows": "the number of training rows",
@@ -74,11 +75,11 @@ class Cursor:
         """Number of batches in an epoch with `stops_at_epoch_end`."""
         return -(-self.n_rows // self.batch)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the state for `restore`, ready for JSON."""
         return {"taken": self._rows_taken, **{name: getattr(self, name) for name in TITLES}}
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check(self, state: JsonObject) -> None:
         """Raise UserError if the rows or their order are not those of `state`."""
         check_unchanged(state, self, TITLES)
 
@@ -86,7 +87,7 @@ class Cursor:
         """Return whether the rows are those of `state`, in whatever order."""
         return all(state.get(name) == getattr(self, name) for name in ("n_rows", "checksum"))
 
-    def restore(self, state: dict[str, Any], *, check: bool = True) -> None:
+    def restore(self, state: JsonObject, *, check: bool = True) -> None:
         """Continue from `state`. The batch size may have changed. Raises UserError as `check` does, which may be left out."""
         if check:
             self.check(state)

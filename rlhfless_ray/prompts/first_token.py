@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
+
 
 class FirstToken:
     """The tokenizer's beginning-of-text token. `is_added`: whether the tokenizer puts it before each text, and the recipe allows it."""
@@ -45,6 +47,6 @@ class FirstToken:
         except Exception:  # a template may raise anything
             return False
 
-    def cut_turns(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def cut_turns(self, turns: list[JsonObject]) -> list[JsonObject]:
         """Return turns whose contents do not begin with the token."""
         return [{**turn, "content": self.cut(turn["content"])} if isinstance(turn.get("content"), str) else turn for turn in turns]

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError, one_line_with_type
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, RowCounts, Turn, cell_of, is_conversation
 from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
@@ -61,7 +62,7 @@ class PromptTexts:
             found.append(text)
         return found
 
-    def _plain(self, name: str, row: dict[str, Any]) -> str:
+    def _plain(self, name: str, row: JsonObject) -> str:
         template, text = self.section.input_template, row[self.column]
         if self.section.tools_column and row.get(self.section.tools_column) and not self.section.task:
             self.tools.count([self.section.tools_column], name)
@@ -73,7 +74,7 @@ class PromptTexts:
         self.cut.count([self.first.text], name)
         return self.first.cut(text)
 
-    def _rendered(self, name: str, row: dict[str, Any], renderer: ChatRenderer) -> str:
+    def _rendered(self, name: str, row: JsonObject, renderer: ChatRenderer) -> str:
         cell, system = cell_of(row, self.column), self.section.system
         turns: list[Turn] = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
         if system:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
-NamedRow = tuple[str, dict[str, Any]]  # ("line 7", the row)
+NamedRow = tuple[str, JsonObject]  # ("line 7", the row)
 
 
-class TableRow(dict[str, Any]):
+class TableRow(JsonObject):
     """A row of an Arrow table, whose nested objects have a null in place of each key that only objects of other rows have."""
 
 
@@ -135,14 +136,14 @@ def check_characters(text: str, name: str) -> None:
         raise UserError(f"{name}: the text holds half of a surrogate pair, which is no character; fix or remove the row") from None
 
 
-def missing_column(row: dict[str, Any], column: str, key: str) -> str:
+def missing_column(row: JsonObject, column: str, key: str) -> str:
     """Say that a row lacks a column. `key`: the recipe's key that names it."""
     close = difflib.get_close_matches(column, [str(c) for c in row], n=1, cutoff=0.5)
     hint = f"did you mean `{close[0]}`? Set" if close else "set"
     return f"no column `{column}`, only {', '.join(f'`{c}`' for c in row) or 'an empty row'}; {hint} {key}"
 
 
-def tools_of(row: dict[str, Any], column: str, template: str) -> list[dict[str, Any]] | None:
+def tools_of(row: JsonObject, column: str, template: str) -> list[JsonObject] | None:
     """Return the tools of a row for a chat template, None if it has none. Raises ValueError with what is wrong."""
     tools = row.get(column) if column else None
     has_padding = isinstance(row, TableRow) and not isinstance(tools, str)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, PrivateAttr
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.local_path import given_path
 from rlhfless_ray.recipe.reading import apply_override, merge_sections
@@ -22,7 +23,7 @@ OF_STEPS = {
     "evaluate": ("rows", "each_epoch", "every_steps", "greedy", "source_column"),
     "rollout": ("max_lag_steps", "partial", "partial_kv", "oversample", "ahead", "agreement", "drafter_train"),
 }
-FIXED: dict[str, dict[str, Any]] = {
+FIXED: dict[str, JsonObject] = {
     "run": {"episodes": 1},
     "prompts": {"shuffle": False},
     "learner": {"overlap": "off", "zero_stage": 1},
@@ -63,7 +64,7 @@ class GenerationRecipe(Recipe):
         Raises:
             UserError: As `Recipe.load`, and for a recipe with an agent.
         """
-        tree: dict[str, Any] = {}
+        tree: JsonObject = {}
         if path is None:
             for override in overrides:
                 apply_override(tree, override, cls)
@@ -77,7 +78,7 @@ class GenerationRecipe(Recipe):
         return recipe
 
     @classmethod
-    def of(cls, tree: dict[str, Any], name: str = "generate", where: str = "recipe") -> GenerationRecipe:
+    def of(cls, tree: JsonObject, name: str = "generate", where: str = "recipe") -> GenerationRecipe:
         """Validate a nested dict as `read` does."""
         if not isinstance(tree, dict):
             return cls.parse(tree, where=where)  # which refuses it

@@ -9,12 +9,13 @@ import yaml
 from pydantic import BaseModel
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe.mistakes import section_at
 from rlhfless_ray.recipe.section import takes_text
 from rlhfless_ray.recipe.yaml_text import SWITCHES, Word, read_yaml
 
 
-def apply_override(tree: dict[str, Any], override: str, model: type[BaseModel]) -> None:
+def apply_override(tree: JsonObject, override: str, model: type[BaseModel]) -> None:
     """Set one `section.key=value` in the tree of a recipe of type `model`. Raises UserError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -43,7 +44,7 @@ def read_value(model: type[BaseModel], key: str, text: str) -> Any:
     return Word(text) if text.lower() in (*SWITCHES, "null", "~") else text
 
 
-def set_key(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+def set_key(tree: JsonObject, key: str, value: Any, where: str) -> None:
     """Set a dotted key in a recipe's tree. Raises UserError, whose message begins with `where`."""
     *parents, leaf = key.split(".")
     node = tree
@@ -58,8 +59,8 @@ def set_key(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
 
 
 def merge_sections(
-    sections: dict[str, dict[str, Any]], tree: dict[str, Any], *, wins: bool = False, model: type[BaseModel] | None = None
-) -> dict[str, Any]:
+    sections: dict[str, JsonObject], tree: JsonObject, *, wins: bool = False, model: type[BaseModel] | None = None
+) -> JsonObject:
     """Put keys into the sections of a tree. `wins`: they take precedence. A section that is a value stays, for parsing to refuse.
 
     `model`: the recipe's, to merge sections within sections, too. Values that are mappings, such as `rollout.nodes`, are taken whole.
@@ -73,7 +74,7 @@ def merge_sections(
     return merged
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any], model: type[BaseModel] | None) -> dict[str, Any]:
+def _merged(below: JsonObject, above: JsonObject, model: type[BaseModel] | None) -> JsonObject:
     """Return the keys of both, those of the model's sections within too. The second takes precedence."""
     both = {
         key: _merged(below[key], value, inner)
@@ -83,10 +84,10 @@ def _merged(below: dict[str, Any], above: dict[str, Any], model: type[BaseModel]
     return {**below, **above, **both}
 
 
-def drop_without_effect(tree: dict[str, Any]) -> None:
+def drop_without_effect(tree: JsonObject) -> None:
     """Remove settings that are refused beside others because they have no effect, which older versions stored in run folders."""
 
-    def section(parent: dict[str, Any], name: str) -> dict[str, Any]:
+    def section(parent: JsonObject, name: str) -> JsonObject:
         found = parent.get(name)
         return found if isinstance(found, dict) else {}
 

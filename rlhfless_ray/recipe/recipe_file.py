@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import yaml
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe.local_path import given_path
 from rlhfless_ray.recipe.mistakes import describe_mistake
 from rlhfless_ray.recipe.reading import apply_override, drop_without_effect
@@ -26,7 +27,7 @@ OTHER_KINDS = {
 """Keys that only another kind of file has → that kind, and the command that runs it."""
 
 
-def read_tree(path: str | Path, overrides: Sequence[str] = (), kind: str = "recipe", model: type[BaseModel] = Section) -> dict[str, Any]:
+def read_tree(path: str | Path, overrides: Sequence[str] = (), kind: str = "recipe", model: type[BaseModel] = Section) -> JsonObject:
     """Return a recipe's file as a nested dict with the overrides applied, see `apply_override`.
 
     Raises UserError, whose message begins with `kind`.
@@ -118,16 +119,16 @@ class RecipeFile(Section):
         """Return the recipe, for whose file in a run folder the user has named only the overrides."""
         return self.with_named(override.partition("=")[0] for override in overrides) if _is_of_run(path) else self
 
-    def with_settings(self, changes: dict[str, Any]) -> Self:
+    def with_settings(self, changes: JsonObject) -> Self:
         """Return a copy with other values of some keys, such as `{"run.steps": 3}`. They are not validated."""
-        sections: dict[str, dict[str, Any]] = {}
+        sections: dict[str, JsonObject] = {}
         for key, value in changes.items():
             section, _, field = key.partition(".")
             sections.setdefault(section, {})[field] = value
         return self.model_copy(update={name: getattr(self, name).model_copy(update=fields) for name, fields in sections.items()})
 
     @classmethod
-    def parse(cls, tree: dict[str, Any], where: str = "recipe") -> Self:
+    def parse(cls, tree: JsonObject, where: str = "recipe") -> Self:
         """Validate a nested dict.
 
         Raises:

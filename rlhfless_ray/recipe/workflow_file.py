@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.local_path import LocalPath
@@ -42,11 +43,11 @@ class WorkflowStage(Section):
 
     name: str = Field("", pattern=f"{NAME}|^$")
     """Name of the stage's run folder. In a repetition `-<round>` follows."""
-    train: dict[str, Any] | None = None
+    train: JsonObject | None = None
     """A recipe of a training run, or with `task` of a supervised stage."""
-    generate: dict[str, Any] | None = None
+    generate: JsonObject | None = None
     """A recipe of `rlhfless generate`. With a reward, `pairs.jsonl` has the best and the worst response to each prompt."""
-    evaluate: dict[str, Any] | None = None
+    evaluate: JsonObject | None = None
     """A recipe of `rlhfless evaluate`."""
     models: list[str] = Field(default_factory=list)
     """evaluate: the stages whose models are compared."""
@@ -87,7 +88,7 @@ class PlannedStage:
 
     name: str
     kind: Kind
-    tree: dict[str, Any]
+    tree: JsonObject
     recipe: Recipe | SupervisedRecipe | GenerationRecipe
     models: dict[str, Path]
 
@@ -113,7 +114,7 @@ class Workflow(RecipeFile):
     """
 
     run: WorkflowRun = WorkflowRun()
-    settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    settings: dict[str, JsonObject] = Field(default_factory=dict)
     """Sections that every stage's recipe gets, such as `watch` and `cluster`. A recipe's own keys take precedence."""
     stages: list[WorkflowStage] = Field(min_length=1)
     kind: ClassVar[str] = "workflow"
@@ -146,7 +147,7 @@ class Workflow(RecipeFile):
                 made[results[name]] = name, what
         return planned
 
-    def _recipe(self, kind: Kind, name: str, tree: dict[str, Any], models: dict[str, Path]) -> Recipe | SupervisedRecipe | GenerationRecipe:
+    def _recipe(self, kind: Kind, name: str, tree: JsonObject, models: dict[str, Path]) -> Recipe | SupervisedRecipe | GenerationRecipe:
         where, run = f"stage {name}", tree.get("run")
         if isinstance(run, dict) and (decided := [key for key in ("name", "root") if key in run]):
             raise UserError(f"{where}: run.{decided[0]}: the workflow decides it for its stages; leave it out")
@@ -158,7 +159,7 @@ class Workflow(RecipeFile):
         return GenerationRecipe.of(tree, name, where)
 
 
-def _recipe_class(kind: Kind, tree: dict[str, Any]) -> type[Recipe] | type[SupervisedRecipe]:
+def _recipe_class(kind: Kind, tree: JsonObject) -> type[Recipe] | type[SupervisedRecipe]:
     """Return the class of a stage's recipe; that of `generate` and `evaluate` has the sections of a run."""
     return SupervisedRecipe if kind == "train" and "task" in tree else Recipe
 

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import yaml
 
+from rlhfless_ray.common.json_types import JsonObject
+
 SWITCHES = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
@@ -55,7 +57,7 @@ def as_texts(value: Any) -> Any:
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # PyYAML has no types
     """Reject duplicate keys, of which YAML readers would silently keep the last one."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+    yaml_implicit_resolvers: ClassVar[JsonObject] = {}
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()

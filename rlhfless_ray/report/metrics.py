@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhfless_ray.common.disk_space import append, replace_file
 from rlhfless_ray.common.errors import one_line_with_type, shortened
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.openrlhf_names import SAMPLE, Shown, renamed, step_line
 from rlhfless_ray.report.sinks import MAX_ERROR_CHARS, MlflowRun, Prometheus, Sink, SinkRun, TensorBoard, TrackioRun, WandbRun
@@ -58,11 +59,11 @@ class Metrics:
                 except Exception as error:  # network, login, a missing package, …: none of these may end a run
                     self._say(f"{label} is off for this run: {one_line_with_type(error, MAX_ERROR_CHARS)}")
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: JsonObject) -> None:
         """Append one row, and copy it to the other destinations."""
         self.copy(self.keep(row))
 
-    def keep(self, row: dict[str, Any], sample: Shown | None = None) -> dict[str, Any]:
+    def keep(self, row: JsonObject, sample: Shown | None = None) -> JsonObject:
         """Append one row (`step` and flat keys). NaN and infinities become null and are listed under `nonfinite`.
 
         Returns the argument of `copy`. Where OpenRLHF's names are wanted it contains the sample, which is not in the file.
@@ -70,7 +71,7 @@ class Metrics:
         copied = self._for_sinks(self._record(row))
         return {**copied, SAMPLE: sample} if sample is not None and self._renames and "learn/policy_loss" in copied else copied
 
-    def _record(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _record(self, row: JsonObject) -> JsonObject:
         """Append one row to the file, and return it as it is there."""
         row, bad = _clean(row)
         if bad:
@@ -91,7 +92,7 @@ class Metrics:
         append(self.path, self._owed)
         self._owed = b""
 
-    def copy(self, copied: dict[str, Any]) -> None:
+    def copy(self, copied: JsonObject) -> None:
         """Send a row to the other destinations that are on."""
         if not copied:
             return
@@ -99,10 +100,10 @@ class Metrics:
         for label in list(self._sinks):
             self._send(label, theirs if label in RENAMED else copied)
 
-    def _send(self, label: str, row: dict[str, Any]) -> None:
+    def _send(self, label: str, row: JsonObject) -> None:
         self._guard(label, lambda sink: sink.write(row))
 
-    def _for_sinks(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _for_sinks(self, row: JsonObject) -> JsonObject:
         """Return the part of a row for other destinations; empty if there is none."""
         step = row.get("step")
         if self._renames and "learn/policy_loss" in row:
@@ -114,12 +115,12 @@ class Metrics:
             row["step"] = step
         return row
 
-    def amend(self, row: dict[str, Any]) -> dict[str, Any]:
+    def amend(self, row: JsonObject) -> JsonObject:
         """Append the row, or merge it into the last row of the same step, whose values stay. Returns the complete row.
 
         Other destinations get what is new.
         """
-        last: dict[str, Any] = next(reversed(read_jsonl(self.path)[0]), {})
+        last: JsonObject = next(reversed(read_jsonl(self.path)[0]), {})
         if last.get("step") != row["step"]:
             self.write(row)
             return row
@@ -151,14 +152,14 @@ class Metrics:
         self.close()
 
 
-def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_jsonl(path: Path) -> tuple[list[JsonObject], int]:
     """Read the rows of a JSONL file, and the number of lines that are not complete JSON objects, such as after a crash."""
     return rows_of(path.read_bytes().splitlines())
 
 
-def rows_of(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
+def rows_of(lines: Iterable[bytes]) -> tuple[list[JsonObject], int]:
     """Parse lines of a JSONL file as `read_jsonl` does."""
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     torn = 0
     for line in lines:
         if not line.strip():
@@ -222,7 +223,7 @@ def step_ranges(steps: Iterable[int]) -> str:
     return f"step{'' if len(spans) == 1 and spans[0][0] == spans[0][1] else 's'} {shown}"
 
 
-def _clean(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+def _clean(row: JsonObject) -> tuple[JsonObject, dict[str, float]]:
     """Convert to JSON values, and return the keys whose value was NaN or infinite."""
     bad: dict[str, float] = {}
 

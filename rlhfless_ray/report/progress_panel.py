@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.formatting import DASH, are_shares, duration, finite, number, percent, short, slot_time
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class ProgressState:
     title: str
     steps: int
     began_s: float = field(default_factory=time.monotonic)
-    row: dict[str, Any] = field(default_factory=dict)  # metrics of the last finished step
+    row: JsonObject = field(default_factory=dict)  # metrics of the last finished step
     row_at_s: float = 0.0
     phase: str = "starting"
     phase_at_s: float = field(default_factory=time.monotonic)
@@ -46,7 +47,7 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BARS[min(7, int(8 * (value - low) / (high - low)))] for value in values)
 
 
-def line(row: dict[str, Any], steps: int) -> str:
+def line(row: JsonObject, steps: int) -> str:
     """Format a step as one line of text, without metrics that the row lacks."""
     width = len(str(steps))
     parts = [f"step {row.get('step')!s:>{width}}/{steps}"]
@@ -79,13 +80,13 @@ def line(row: dict[str, Any], steps: int) -> str:
     return "  ".join(parts)
 
 
-def mismatched(row: dict[str, Any]) -> str:
+def mismatched(row: JsonObject) -> str:
     """Describe the difference between engines and learner in this step."""
     mean, limit = finite(row.get("learn/mismatch_mean")), finite(row.get("learn/mismatch_tolerance"))
     return f"mismatch of engine and learner: {'not finite' if mean is None else f'{mean:.2g}'} nats (tolerance {number(limit)})"
 
 
-def decided(row: dict[str, Any]) -> str:
+def decided(row: JsonObject) -> str:
     """Return a sentence about a step that changed its pool or whose planning failed, else ""."""
     reason, steady = str(row.get("pool/reason") or ""), row.get("pool/decision") in (None, "Hold")
     if not reason or (steady and not row.get("plan/failed")):
@@ -127,7 +128,7 @@ def panel(state: ProgressState, width: int, ascii_only: bool = False) -> Rendera
     return Panel(outer, title=title, title_align="left", border_style="cyan", box=box.ASCII if ascii_only else box.ROUNDED)
 
 
-def _body(state: ProgressState, row: dict[str, Any], now: float, room: int, ascii_only: bool) -> list[tuple[str, Any]]:
+def _body(state: ProgressState, row: JsonObject, now: float, room: int, ascii_only: bool) -> list[tuple[str, Any]]:
     from rich.text import Text
 
     reward = Text(DASH if finite(row.get("reward/mean")) is None else f"{row['reward/mean']:.3f}", style="bold")
@@ -164,7 +165,7 @@ def _body(state: ProgressState, row: dict[str, Any], now: float, room: int, asci
     return lines
 
 
-def _plan(row: dict[str, Any]) -> Any:
+def _plan(row: JsonObject) -> Any:
     """Format the rollout's predicted and measured time and cost, and the forecast's quality."""
     from rich.text import Text
 

@@ -8,11 +8,12 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import yaml
 
 from rlhfless_ray.common.errors import shortened
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe.yaml_text import read_yaml
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl, step_ranges
@@ -32,10 +33,10 @@ class RunRecord:
     """
 
     folder: Path
-    status: dict[str, Any] = field(default_factory=dict)
+    status: JsonObject = field(default_factory=dict)
     recipe: str = ""
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    ledger: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[JsonObject] = field(default_factory=list)
+    ledger: list[JsonObject] = field(default_factory=list)
     samples: dict[int, Path] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -56,7 +57,7 @@ class RunRecord:
         return "task" in self.settings
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """The recipe's sections by name; empty if it cannot be read."""
         try:
             tree = read_yaml(self.recipe)
@@ -65,11 +66,11 @@ class RunRecord:
         return tree if isinstance(tree, dict) else {}
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[JsonObject]:
         """Rows of training steps (from step 1 on)."""
         return [row for row in self.metrics if row["step"] >= 1]
 
-    def read_samples(self, step: int) -> list[dict[str, Any]]:
+    def read_samples(self, step: int) -> list[JsonObject]:
         """Return a step's stored samples, without incomplete lines."""
         return self._jsonl(f"samples/{self.samples[step].name}") if step in self.samples else []
 
@@ -87,7 +88,7 @@ class RunRecord:
             self._problem(f"{name} cannot be read ({error.strerror or error}), so {without}.")
         return None
 
-    def _jsonl(self, name: str) -> list[dict[str, Any]]:
+    def _jsonl(self, name: str) -> list[JsonObject]:
         """Return the complete rows of a file that exists."""
         try:
             rows, torn = read_jsonl(self.folder / name)
@@ -115,7 +116,7 @@ class RunRecord:
             self._problem("metrics.jsonl is missing, so there are no curves: the run ended before its first step did.")
             return
         # A step that was repeated after a resume counts once: the run continued from its last row.
-        by_step: dict[int, dict[str, Any]] = {}
+        by_step: dict[int, JsonObject] = {}
         for row in self._jsonl("metrics.jsonl"):
             if finite(row.get("step")) is not None:
                 row["step"] = int(row["step"])
@@ -142,7 +143,7 @@ class RunRecord:
             if not line.strip():
                 continue
             cells = _cells(line.rstrip("\r"))
-            row: dict[str, Any] = {name: words.setdefault(cell, cell) for name, cell in zip(header, cells, strict=False)}
+            row: JsonObject = {name: words.setdefault(cell, cell) for name, cell in zip(header, cells, strict=False)}
             for key in LEDGER_NUMBERS:
                 row[key] = finite(row.get(key))
             if len(cells) != len(header) or row["from_s"] is None or row["to_s"] is None or row["to_s"] < row["from_s"]:

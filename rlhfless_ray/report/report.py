@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.disk_space import replace_file
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report import charts, cost_charts, draft_charts, plan_charts, prefix_charts, summary
 from rlhfless_ray.report.charts import Chart, thin
 from rlhfless_ray.report.formatting import duration, percent
@@ -93,7 +94,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     )
 
 
-def write_page(folder: Path, template: str, drawn: Sequence[Chart], leases: dict[str, Any] | None = None, **values: Any) -> Path:
+def write_page(folder: Path, template: str, drawn: Sequence[Chart], leases: JsonObject | None = None, **values: Any) -> Path:
     """Write `report.html`, a page with its charts and the scripts that draw them, and return its path.
 
     `leases`: data of the lease timeline, if the page has one.

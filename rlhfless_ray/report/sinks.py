@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhfless_ray.common.errors import one_line_with_type
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.recipe.yaml_text import read_yaml
 from rlhfless_ray.report.openrlhf_names import Shown
@@ -26,7 +27,7 @@ PROMETHEUS_PREFIX = "rlhfless_"  # before it Ray puts `ray_`
 class Sink(Protocol):
     """A destination of rows. Its constructor takes a SinkRun."""
 
-    def write(self, row: dict[str, Any]) -> None: ...
+    def write(self, row: JsonObject) -> None: ...
 
     def close(self) -> None: ...
 
@@ -45,13 +46,13 @@ class SinkRun:
         return self.watch.run_name or self.folder.name
 
     @cached_property
-    def recipe(self) -> dict[str, Any] | None:
+    def recipe(self) -> JsonObject | None:
         """The recipe of the run folder, None if there is none."""
         file = self.folder / "recipe.yaml"
         return read_yaml(file.read_text()) if file.is_file() else None
 
 
-def numbers(row: dict[str, Any]) -> dict[str, float]:
+def numbers(row: JsonObject) -> dict[str, float]:
     """Return the metrics that are numbers, without the step."""
     return {key: float(value) for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
 
@@ -84,7 +85,7 @@ class TensorBoard:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.add_event(self._event(wall_time=time.time(), step=run.resume_after_step + 1, session_log=start))
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: JsonObject) -> None:
         step = row.get("step")
         values = [self._summary.Value(tag=key, simple_value=value) for key, value in numbers(row).items()]
         values += [
@@ -129,8 +130,8 @@ class WandbRun:
         elif getattr(run, "url", None):
             say(f"Weights & Biases: {run.url}")
 
-    def write(self, row: dict[str, Any]) -> None:
-        logged: dict[str, Any] = {"step": row["step"], **numbers(row)}
+    def write(self, row: JsonObject) -> None:
+        logged: JsonObject = {"step": row["step"], **numbers(row)}
         for key, shown in row.items():
             if isinstance(shown, Shown):
                 self._samples.append((row["step"], *shown))
@@ -189,7 +190,7 @@ class MlflowRun:
         for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
             self._client.log_batch(self._id, params=parameters[first : first + PARAMETERS_AT_ONCE])
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: JsonObject) -> None:
         now, step = int(1000 * time.time()), int(row.get("step", 0))
         values = [self._metric(key, value, now, step) for key, value in numbers(row).items()]
         self._client.log_batch(self._id, metrics=values)
@@ -198,8 +199,8 @@ class MlflowRun:
         self._client.set_terminated(self._id)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(tree: JsonObject, prefix: str = "") -> JsonObject:
+    flat: JsonObject = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
@@ -213,7 +214,7 @@ class TrackioRun:
 
         self._run = trackio.init(project=run.watch.trackio, name=run.name, config=run.recipe, resume="allow", embed=False)
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: JsonObject) -> None:
         self._run.log(numbers(row), step=row.get("step"))
 
     def close(self) -> None:
@@ -232,9 +233,9 @@ class Prometheus:
     """
 
     def __init__(self, run: SinkRun) -> None:
-        self._tags, self._gauges = {"run": run.name}, dict[str, Any]()
+        self._tags, self._gauges = {"run": run.name}, JsonObject()
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: JsonObject) -> None:
         from ray.util.metrics import Gauge
 
         for key, value in {"step": row.get("step"), **numbers(row)}.items():

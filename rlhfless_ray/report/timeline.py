@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import writing
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.cost_charts import PHASES
 from rlhfless_ray.report.formatting import finite, natural_order
 
@@ -24,7 +25,7 @@ STEP_KEYS = (
 )
 
 Row = Mapping[str, Any]
-Event = dict[str, Any]
+Event = JsonObject
 
 
 def trace_events(rows: Iterable[Row], metrics: Iterable[Row] = ()) -> Iterator[Event]:

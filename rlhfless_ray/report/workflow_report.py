@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report import summary
 from rlhfless_ray.report.charts import Chart
 from rlhfless_ray.report.formatting import duration, finite
@@ -27,7 +27,7 @@ class StageSection:
     seconds: float
     slot_s: float
     money: float
-    cards: list[dict[str, Any]]
+    cards: list[JsonObject]
     charts: list[Chart]
     table: list[list[str]]
     link: str

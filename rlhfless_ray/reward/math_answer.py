@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.reward.math_compare import UnreadableReference, is_equal, is_understood
 
 _DIGITS = r"(?:(?:\d{1,3}(?:(?:,|\{,\}|\\[,;: ]|[~\u00a0\u2009\u202f ])\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -35,7 +35,7 @@ _ANY_ORDER = re.compile(r"\b(?:in any order|order does(?: not|n't) matter|(?:sel
 _PROMPT_CHARS = 20_000
 
 
-def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: str = "answer") -> float:
+def math_reward(prompt: str, response: str, row: JsonObject, answer_column: str = "answer") -> float:
     """Return 1.0 if the answers are equal, else 0.0. Raises ValueError if the reference cannot be read."""
     gold = reference_answer(row, answer_column)
     answer = final_answer(response)
@@ -45,7 +45,7 @@ def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: 
         return float(is_equal(gold, answer, asked_order(prompt)))
 
 
-def is_reference_understood(row: dict[str, Any], column: str) -> bool:
+def is_reference_understood(row: JsonObject, column: str) -> bool:
     """Return whether a row's reference is compared by its value, not only as text. Raises ValueError if it is broken."""
     gold = reference_answer(row, column)
     with _named(gold):
@@ -66,7 +66,7 @@ def asked_order(prompt: str) -> bool | None:
     return False if _ANY_ORDER.search(prompt) else True if _ASKED_ORDER.search(prompt) else None
 
 
-def reference_answer(row: dict[str, Any], column: str) -> str:
+def reference_answer(row: JsonObject, column: str) -> str:
     """Return a row's reference answer. Raises ValueError for another type, NaN and an empty one."""
     reference = row[column]
     if isinstance(reference, bool) or not isinstance(reference, (str, int, float)):

@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.time_limit import TimeLimit, TimeLimitExceeded
 from rlhfless_ray.reward.user_file import UserFile, read_function
@@ -135,7 +136,7 @@ def scores_of(value: Any, keys: list[int], who: str) -> list[Score]:
     ]
 
 
-def _score(key: int, reward: Any, score: Any, logs: dict[str, Any], who: str) -> Score:
+def _score(key: int, reward: Any, score: Any, logs: JsonObject, who: str) -> Score:
     try:
         made = Score(key, to_finite_float(reward))
     except ValueError as error:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.local.isolated_call import call_begins, isolated_main, run_isolated
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
@@ -99,7 +100,7 @@ def _items(source: QuerySource, prompts: list[Prompt], tokenizer: Any) -> list[A
     return items
 
 
-def _row_items(prompts: list[Prompt], label_column: str) -> list[tuple[int, str, str, dict[str, Any]]]:
+def _row_items(prompts: list[Prompt], label_column: str) -> list[tuple[int, str, str, JsonObject]]:
     """Return what a function for one sample gets: an empty response to the first prompt, and its label, or else the prompt's own text."""
     prompt = prompts[0]
     label = prompt.row.get(label_column) if label_column else None

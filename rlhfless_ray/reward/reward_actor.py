@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.local.process_memory import own_memory_mb
 from rlhfless_ray.reward.source import Item, Score, Source
@@ -17,11 +17,11 @@ class RewardActor:
         self.worker = source.worker(timeout_s, device)
         self.imported = Span("start", "load reward function", start, time.time())
 
-    def open(self, threads: int) -> dict[str, Any]:
+    def open(self, threads: int) -> JsonObject:
         self.worker.open(threads)
         return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": [self.imported], "note": self.worker.note}
 
-    def park(self) -> dict[str, Any]:
+    def park(self) -> JsonObject:
         start = time.time()
         self.worker.park()
         return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": [Span("transfer", "leave the device", start, time.time())]}

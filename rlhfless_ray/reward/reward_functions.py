@@ -8,8 +8,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.time_limit import TimeLimit, TimeLimitExceeded
 from rlhfless_ray.reward.user_file import UserFile
@@ -18,7 +19,7 @@ from rlhfless_ray.reward.values import describe_exception, timeout_message, to_f
 if TYPE_CHECKING:
     from rlhfless_ray.types import Sample
 
-RewardFunction = Callable[[str, str, dict[str, Any]], float]
+RewardFunction = Callable[[str, str, JsonObject], float]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class RewardSource(Source):
     answer_column: str = ""  # for "math"
     file: UserFile | None = None  # for "file"
 
-    def item(self, key: int, sample: Sample, decode: Decode) -> tuple[int, str, str, dict[str, Any]]:
+    def item(self, key: int, sample: Sample, decode: Decode) -> tuple[int, str, str, JsonObject]:
         return key, sample.prompt.text, sample.text, dict(sample.prompt.row)  # a plain dict also of a `TableRow`
 
     def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
@@ -60,7 +61,7 @@ class RewardWorker(Worker):
         self.function = source.build()
         self.limit = TimeLimit()
 
-    def score(self, items: list[tuple[int, str, str, dict[str, Any]]], budget_s: float = math.inf) -> list[Score]:
+    def score(self, items: list[tuple[int, str, str, JsonObject]], budget_s: float = math.inf) -> list[Score]:
         """Return scores of (key, prompt, response, row) items in order, only of the first ones if `budget_s` is over.
 
         A sample gets a Score with an error if the function raises, takes longer than `timeout_s`, or does not return a finite
@@ -75,7 +76,7 @@ class RewardWorker(Worker):
                     break
         return scores
 
-    def _score_one(self, key: int, prompt: str, response: str, row: dict[str, Any]) -> Score:
+    def _score_one(self, key: int, prompt: str, response: str, row: JsonObject) -> Score:
         row = deepcopy(row)  # all responses to a prompt have the same one, which the function may change
         try:
             value = self.limit.call(self.timeout_s, self.function, prompt, response, row)

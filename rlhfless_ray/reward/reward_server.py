@@ -7,11 +7,11 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.packing import padded
 from rlhfless_ray.reward.reward_model import find_head
 from rlhfless_ray.reward.scalar_model import ScalarModel
@@ -91,7 +91,7 @@ def create_server(scorer: TextScorer, host: str, port: int) -> ThreadingHTTPServ
                 raise
             self._answer(200, {"rewards": rewards, "scores": rewards, "extra_logs": {"dummy_scores": rewards}})
 
-        def _answer(self, status: int, value: dict[str, Any]) -> None:
+        def _answer(self, status: int, value: JsonObject) -> None:
             text = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

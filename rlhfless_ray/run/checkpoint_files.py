@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.weights.model_folder import read_content
 from rlhfless_ray.weights.tensor_file import Files, checksum, write_file
 
@@ -69,7 +70,7 @@ def check_files(folder: Path) -> bool:
     return bool(listed)
 
 
-def driver_state(folder: Path) -> dict[str, Any]:
+def driver_state(folder: Path) -> JsonObject:
     """Read the driver's state from a checkpoint, without what it says of checksums. Raises DamagedCheckpoint."""
     file = folder / DRIVER
     sums = read_checksums(folder / CHECKSUMS) if (folder / CHECKSUMS).is_file() else None
@@ -83,7 +84,7 @@ def driver_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def read_checkpoint(folder: Path) -> tuple[Files, dict[str, Any], bool]:
+def read_checkpoint(folder: Path) -> tuple[Files, JsonObject, bool]:
     """Return a checkpoint's files, the driver's state, and whether checksums cover all of it. Raises DamagedCheckpoint.
 
     Checkpoints of earlier versions have checksums of the learner's files at most.

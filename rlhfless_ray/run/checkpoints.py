@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhfless_ray.common.disk_space import replace_file, writing
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe.run_sections import CheckpointConfig
 from rlhfless_ray.report.openrlhf_names import renamed
 from rlhfless_ray.run.checkpoint_files import CHECKSUMS, DRIVER, LISTED, DamagedCheckpoint, driver_state, read_checkpoint, write_checksums
@@ -53,7 +54,7 @@ class Checkpoints:
         return self.elsewhere is not None and (self.section.save_hf or not self.section.resumable)
 
     def save(
-        self, step: int, learner: Writer, driver: dict[str, Any], metric: tuple[str, float] | None = None, model: Writer | None = None
+        self, step: int, learner: Writer, driver: JsonObject, metric: tuple[str, float] | None = None, model: Writer | None = None
     ) -> None:
         """Write a checkpoint, and remove others beyond the recipe's limits.
 
@@ -70,7 +71,7 @@ class Checkpoints:
         for left_over in self.folder.glob(f".{self.prefix}*"):  # left by a killed process
             shutil.rmtree(left_over, ignore_errors=True)
 
-    def save_best(self, step: int, learner: Writer, driver: dict[str, Any], metric: tuple[str, float], model: Writer | None) -> None:
+    def save_best(self, step: int, learner: Writer, driver: JsonObject, metric: tuple[str, float], model: Writer | None) -> None:
         """Write the best checkpoint, and remove the former best one: its model before the state is written, because disks fill up."""
         for path in self._write(f"{BEST}{self.prefix}{step}", learner, driver, metric, model):
             for old in path.parent.glob(f"{BEST}{self.prefix}*"):
@@ -78,7 +79,7 @@ class Checkpoints:
                     _remove(old)
 
     def _write(
-        self, name: str, learner: Writer, driver: dict[str, Any], metric: tuple[str, float] | None, model: Writer | None
+        self, name: str, learner: Writer, driver: JsonObject, metric: tuple[str, float] | None, model: Writer | None
     ) -> Iterator[Path]:
         """Write a checkpoint's model and state, each if the recipe asks for it, and yield each folder once it is there."""
 
@@ -150,12 +151,12 @@ class Checkpoints:
         names = ", ".join(f"{ASIDE}{path.name}" for path in aside)
         return f"--resume=previous: going on after step {step}; what came after it is in {names} of {self.folder}, which may be removed"
 
-    def driver(self, step: int) -> dict[str, Any]:
+    def driver(self, step: int) -> JsonObject:
         """Return the driver's state in the checkpoint of a step. Raises DamagedCheckpoint."""
         with self._naming_what_is_before(step):
             return driver_state(self.folder / f"{self.prefix}{step}")
 
-    def load(self, *, previous: bool = False) -> tuple[int, StoredFiles, dict[str, Any]]:
+    def load(self, *, previous: bool = False) -> tuple[int, StoredFiles, JsonObject]:
         """Load a checkpoint, see `chosen`: step, the learner's files, which are mapped, and the driver's state.
 
         Raises DamagedCheckpoint if a file is not as it was written.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoint_files import DamagedCheckpoint, check_files
@@ -80,7 +81,7 @@ def _newest_checkpoint(run: Path) -> Path | None:
     return max(checkpoints, key=lambda path: (path / "learner.json").stat().st_mtime, default=None)
 
 
-def _recipe_tree(run: Path) -> dict[str, Any]:
+def _recipe_tree(run: Path) -> JsonObject:
     tree = RunFolder(run).recipe_before()
     if tree is None:
         raise UserError(f"{run / 'recipe.yaml'} cannot be read as a recipe; name a model folder")
@@ -133,7 +134,7 @@ def _first_model(run: Path) -> Files:
     return initial_policy(_scratch_recipe(Recipe, "prompts", tree, reward={"function": "task"}))[0]
 
 
-def _scratch_recipe(kind: type[AnyRecipe], data: str, tree: dict[str, Any], **required: Any) -> AnyRecipe:
+def _scratch_recipe(kind: type[AnyRecipe], data: str, tree: JsonObject, **required: Any) -> AnyRecipe:
     """Return a recipe with the settings of a run that its policy was made by.
 
     The others are not read, because an older version may have accepted some that are refused now. `data`: section with the built-in task.

@@ -22,6 +22,7 @@ import yaml
 
 from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_file, writing
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.changes import Changes
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -56,7 +57,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.status: dict[str, Any] = {}
+        self.status: JsonObject = {}
         self.is_left = False  # whether the status is another's to write
         self.reserve = Reserve(path / ".reserve")
 
@@ -141,7 +142,7 @@ class RunFolder:
 
     @classmethod
     def resumed(
-        cls, recipe: Recipe, check: Callable[[dict[str, Any], RunFolder], None] = lambda state, folder: None, *, previous: bool = False
+        cls, recipe: Recipe, check: Callable[[JsonObject, RunFolder], None] = lambda state, folder: None, *, previous: bool = False
     ) -> RunFolder:
         """Return the latest folder, or a new one if only its checkpoints are left.
 
@@ -190,7 +191,7 @@ class RunFolder:
                     "start without --resume"
                 )
 
-    def recipe_before(self) -> dict[str, Any] | None:
+    def recipe_before(self) -> JsonObject | None:
         """Return the tree of the folder's recipe, None if it cannot be read."""
         try:
             tree = read_yaml((self.path / "recipe.yaml").read_text(encoding="utf-8"))
@@ -244,7 +245,7 @@ class RunFolder:
         machine: str,
         steps_done: int,
         changes: Changes = NO_CHANGES,
-        earlier: dict[str, Any] | None = None,
+        earlier: JsonObject | None = None,
     ) -> None:
         """Mark the run as running. A resume keeps `started_at`, and renames the old recipe if it changed.
 
@@ -279,7 +280,7 @@ class RunFolder:
                 replace_file(kept, write_yaml(earlier).encode())
         replace_file(path, text)
 
-    def read_status(self) -> dict[str, Any]:
+    def read_status(self) -> JsonObject:
         try:
             status = json.loads((self.path / "status.json").read_text())
         except (OSError, ValueError):
@@ -337,7 +338,7 @@ class RunFolder:
             lines.append(json.dumps(row, ensure_ascii=False, default=str))
         self._write_below_samples(f"{name}_{step}.jsonl", "\n".join(lines) + "\n")
 
-    def write_order(self, rollout: str, order: dict[str, Any]) -> None:
+    def write_order(self, rollout: str, order: JsonObject) -> None:
         """Write `samples/order_<rollout>.json`: the order of completion in a partial rollout, named by its step."""
         self._write_below_samples(f"order_{rollout}.json", json.dumps(order))
 
@@ -392,7 +393,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _is_complete(group: dict[str, Any]) -> bool:
+def _is_complete(group: JsonObject) -> bool:
     """Return whether no response of a group in a driver's state is missing."""
     samples = group.get("samples") or []
     return len(samples) > 0 and all(sample["completion"]["finish_reason"] != UNFINISHED for sample in samples)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlhfless_ray.common.disk_space import append, replace_by_parts, writing
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, Scored
 
@@ -32,16 +33,16 @@ class ResponseRecord:
         answer_column: Column of the rows that goes into the lines.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], answer_column: str = "") -> None:
+    def __init__(self, folder: Path, settings: JsonObject, answer_column: str = "") -> None:
         """Open the record, or begin one. Raises UserError if it has other settings."""
         self.path, self.answer_column = folder / RECORD, answer_column
         self.places: dict[Key, tuple[int, int]] = {}  # offset and length of each response's line
-        self.scores: dict[Key, dict[str, Any]] = {}
+        self.scores: dict[Key, JsonObject] = {}
         before = self._read(settings) if self.path.is_file() else {}
         if (after := self._changed(before, settings)) != before:
             append(self.path, _line({"settings": after}))
 
-    def _changed(self, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    def _changed(self, before: JsonObject, now: JsonObject) -> JsonObject:
         """Return the settings so far with those of a resume. Drops the scores so far if they are made in another way now.
 
         A resume without a reward keeps the scores, and what they were made by.
@@ -51,9 +52,9 @@ class ResponseRecord:
             self.scores.clear()
         return after
 
-    def _read(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, settings: JsonObject) -> JsonObject:
         """Read the complete lines, and cut off the rest. Returns the newest settings, if the process did not end before it wrote them."""
-        end, newest = 0, dict[str, Any]()
+        end, newest = 0, JsonObject()
         with self.path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
@@ -118,10 +119,10 @@ class ResponseRecord:
                     samples.append(Sample(prompt, name, done, row["response"]))
         return tuple(samples)
 
-    def _row(self, file: Any, key: Key) -> dict[str, Any]:
+    def _row(self, file: Any, key: Key) -> JsonObject:
         start, length = self.places[key]
         file.seek(start)
-        row: dict[str, Any] = json.loads(file.read(length))
+        row: JsonObject = json.loads(file.read(length))
         return row
 
     def write(self, path: Path, prompts: Sequence[Prompt], count: int) -> None:
@@ -137,14 +138,14 @@ class ResponseRecord:
                 row, score = self._row(file, (prompt.index, n)), self.scores.get((prompt.index, n), unscored)
                 if self.answer_column:
                     row["answer"] = prompt.row.get(self.answer_column)
-                scored: dict[str, Any] = {name: score[name] for name in ("reward", "error") if name in score}
+                scored: JsonObject = {name: score[name] for name in ("reward", "error") if name in score}
                 tokens, logprobs = row.pop("token_ids"), row.pop("logprobs")
                 yield _line({**row, **scored, "token_ids": tokens, "logprobs": logprobs})
 
 
-def recorded_settings(folder: Path) -> dict[str, Any]:
+def recorded_settings(folder: Path) -> JsonObject:
     """Return the newest settings of a folder's record. A folder without a record has none."""
-    newest = dict[str, Any]()
+    newest = JsonObject()
     with suppress(FileNotFoundError), (folder / RECORD).open("rb") as file:
         for line in file:
             if line.startswith(b'{"settings"') and line.endswith(b"\n"):
@@ -152,14 +153,14 @@ def recorded_settings(folder: Path) -> dict[str, Any]:
     return newest
 
 
-def read_groups(path: Path) -> Iterator[list[dict[str, Any]]]:
+def read_groups(path: Path) -> Iterator[list[JsonObject]]:
     """Yield the responses to each prompt from a file that `generate` wrote."""
     with Path(path).open() as file:
         for _, rows in groupby(map(json.loads, file), key=lambda row: row["prompt_index"]):
             yield list(rows)
 
 
-def best_responses(path: Path) -> Iterator[dict[str, Any]]:
+def best_responses(path: Path) -> Iterator[JsonObject]:
     """Yield the response with the highest reward to each prompt (best of n): the first one of several.
 
     Prompts without a scored response are left out. Raises UserError if no response has a reward.
@@ -167,7 +168,7 @@ def best_responses(path: Path) -> Iterator[dict[str, Any]]:
     yield from (max(scored, key=itemgetter("reward")) for scored in _scored_groups(path))
 
 
-def preference_pairs(path: Path) -> Iterator[dict[str, Any]]:
+def preference_pairs(path: Path) -> Iterator[JsonObject]:
     """Yield the best and the worst response to each prompt as a pair, with the columns that `task: dpo` and `rm` read.
 
     Empty responses are left out, and prompts whose responses all have the same reward or the same text. Raises UserError if no response
@@ -188,7 +189,7 @@ def preference_pairs(path: Path) -> Iterator[dict[str, Any]]:
             }
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+def write_rows(path: Path, rows: Iterable[JsonObject]) -> int:
     """Write rows as JSONL by one rename, and return their number."""
     count = 0
 
@@ -202,7 +203,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     return count
 
 
-def _scored_groups(path: Path) -> Iterator[list[dict[str, Any]]]:
+def _scored_groups(path: Path) -> Iterator[list[JsonObject]]:
     for group in read_groups(path):
         if "reward" not in group[0]:
             raise UserError(f"{path}: its responses have no reward; generate them with a reward in the recipe")
@@ -210,7 +211,7 @@ def _scored_groups(path: Path) -> Iterator[list[dict[str, Any]]]:
             yield scored
 
 
-def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_same(path: Path, before: JsonObject, now: JsonObject) -> None:
     for name, value in now.items():
         if name != SCORED_BY and before.get(name, value) != value:  # a reward may be added later
             changed = "" if name in ("model", "prompts") else f" ({before.get(name)} before, {value} now)"
@@ -219,9 +220,9 @@ def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None
             )
 
 
-def _key(row: dict[str, Any]) -> Key:
+def _key(row: JsonObject) -> Key:
     return row["prompt_index"], row["sample"]
 
 
-def _line(row: dict[str, Any]) -> bytes:
+def _line(row: JsonObject) -> bytes:
     return json.dumps(row, ensure_ascii=False, default=str, separators=(",", ":")).encode() + b"\n"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.sweep.sweep_file import EarlyStopping
 
@@ -32,11 +33,11 @@ class Halving:
             reduction_factor=1 / section.keep,
             stop_last_trials=False,  # a run that reaches its last step ends by itself
         )
-        self.trials: dict[str, Any] = {name: SimpleNamespace(trial_id=name) for name in runs}
+        self.trials: JsonObject = {name: SimpleNamespace(trial_id=name) for name in runs}
         for trial in self.trials.values():
             self.scheduler.on_trial_add(NO_CONTROLLER, trial)
 
-    def ends(self, run: str, row: dict[str, Any]) -> bool:
+    def ends(self, run: str, row: JsonObject) -> bool:
         """Return whether the run ends early at this row of its metrics. Rows without the metric never end a run."""
         if finite(row.get(self.metric)) is None:
             return False

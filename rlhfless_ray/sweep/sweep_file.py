@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.local_path import LocalPath, given_path
 from rlhfless_ray.recipe.mistakes import describe_mistake, section_at
@@ -48,7 +49,7 @@ class SweepRun(Section):
     """Name of the run's folder below the sweep's. Empty: made from the grid's values."""
     recipe: LocalPath = ""
     """Recipe, relative to the sweep's file. Empty: the sweep's `recipe`."""
-    set: dict[str, Any] = Field({})
+    set: JsonObject = Field({})
     """Dotted recipe keys and their values, which take precedence over those of the sweep."""
     alone: LocalPath = ""
     """Folder of a run that did the same work alone, for comparison."""
@@ -63,7 +64,7 @@ class SweepFile(Section):
     """Folder for the sweep's folder."""
     recipe: LocalPath = ""
     """Recipe of runs that name none, relative to the sweep's file."""
-    set: dict[str, Any] = Field({})
+    set: JsonObject = Field({})
     """Dotted recipe keys and their values for every run."""
     grid: dict[str, list[Any]] = Field({})
     """Dotted recipe keys, each with a list of values. There is one run for each combination."""
@@ -157,11 +158,11 @@ def _with_loss(file: SweepFile, runs: Sequence[PlannedRun]) -> SweepFile:
     return file.model_copy(update={"metric": metric, "direction": direction})
 
 
-def _points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+def _points(grid: Mapping[str, list[Any]]) -> list[JsonObject]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def _planned(file: SweepFile, given: SweepRun, point: dict[str, Any], folder: Path, where: str) -> PlannedRun:
+def _planned(file: SweepFile, given: SweepRun, point: JsonObject, folder: Path, where: str) -> PlannedRun:
     """Return one run of the sweep, its recipe validated."""
     source = given.recipe or file.recipe
     if not source:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.changes import changes
 from rlhfless_ray.recipe.recipe_file import read_tree
@@ -42,7 +43,7 @@ class RunState:
     """
 
     name: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
     state: State = "waiting"
     reason: str = ""
     step: int = 0
@@ -55,7 +56,7 @@ class RunState:
     borrowed_slot_s: float | None = None
     alone: dict[str, float] = field(default_factory=dict)
 
-    def read(self, rows: list[dict[str, Any]], metric: str) -> None:
+    def read(self, rows: list[JsonObject], metric: str) -> None:
         """Take over the newest values of a run's metrics."""
         for row in rows:
             self.step = int(row["step"])
@@ -88,7 +89,7 @@ def short_name(metric: str) -> str:
     return metric.rpartition("/")[2].replace("_", " ")
 
 
-def _values(row: dict[str, Any], keys: dict[str, str]) -> dict[str, float]:
+def _values(row: JsonObject, keys: dict[str, str]) -> dict[str, float]:
     return {name: value for name, key in keys.items() if (value := finite(row.get(key))) is not None}
 
 
@@ -110,7 +111,7 @@ class GrowingMetrics:
         self.path = path
         self._size = self._last_row = 0  # bytes up to the end of the last row that was read, and to its beginning
 
-    def new_rows(self) -> list[dict[str, Any]]:
+    def new_rows(self) -> list[JsonObject]:
         """Return the rows since the last call, and before them the last one again, to which an evaluation may have been added."""
         if not self.path.is_file() or (size := self.path.stat().st_size) == self._size:
             return []
@@ -215,7 +216,7 @@ class SweepFolder:
         replace_file(self.path / "sweep.json", (json.dumps(content, indent=1) + "\n").encode())
 
 
-def _read_state(file: Path) -> dict[str, Any]:
+def _read_state(file: Path) -> JsonObject:
     """Read a sweep.json. Raises UserError if it is damaged."""
     try:
         return dict(json.loads(file.read_bytes()))

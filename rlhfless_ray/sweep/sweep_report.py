@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.charts import Chart, Row, line, rounded, smoothed, thin
 from rlhfless_ray.report.formatting import duration, finite, money, number, slot_time
 from rlhfless_ray.report.read_run import RunRecord
@@ -84,7 +84,7 @@ def _curves(runs: Sequence[tuple[RunState, list[Row]]], key: str, name: str, aga
     if not data:
         return None
     note = f"{key} of each run" + (", smoothed." if smooth else ".")
-    layout: dict[str, Any] = {"yaxis": {"title": name}}
+    layout: JsonObject = {"yaxis": {"title": name}}
     if against == "cost":
         layout["xaxis"] = {"title": f"{x_name} of the run, start-up included"}
     return Chart(f"{key.replace('/', '-')}-{against}", f"{where}: {name}", note, data, layout, height=320)

@@ -8,12 +8,13 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhfless_ray.common.disk_space import DiskFull, append
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.inference import InferenceTranslation
 from rlhfless_ray.compat.openrlhf.post_processors import processed
 from rlhfless_ray.prompts.sources import read_sources
@@ -85,7 +86,7 @@ def _reader(translation: InferenceTranslation) -> RowReader:
     return RowReader(recipe, load_tokenizer(files, True), context_tokens(files))
 
 
-def _rows(translation: InferenceTranslation) -> list[tuple[str, dict[str, Any]]]:
+def _rows(translation: InferenceTranslation) -> list[tuple[str, JsonObject]]:
     settings = translation.settings
     sources = settings.get("prompts.paths") or [settings["prompts.path"]]
     options = {"probabilities": settings.get("prompts.probabilities"), "max_rows": settings.get("prompts.max_rows")}
@@ -100,7 +101,7 @@ def _rows(translation: InferenceTranslation) -> list[tuple[str, dict[str, Any]]]
 # ---------------------------------------------------------------- responses
 
 
-def _generated(translation: InferenceTranslation, output: Path) -> Iterable[dict[str, Any]]:
+def _generated(translation: InferenceTranslation, output: Path) -> Iterable[JsonObject]:
     """Generate, and yield all first responses in the order of the data set, then all second ones, and so on."""
     from rlhfless_ray.run.responses import RESPONSES, read_groups
     from rlhfless_ray.runtime.generation import Generation
@@ -150,7 +151,7 @@ def _prompts(translation: InferenceTranslation, reader: RowReader) -> list[Promp
 # ---------------------------------------------------------------- rewards
 
 
-def _rewarded(translation: InferenceTranslation, part: Path) -> list[dict[str, Any]]:
+def _rewarded(translation: InferenceTranslation, part: Path) -> list[JsonObject]:
     """Score the data set's responses, and apply the processor. `part`: file with the rewards of the same command before."""
     import torch
 

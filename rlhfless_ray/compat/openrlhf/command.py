@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.common.ray_environment import PACKAGES
 from rlhfless_ray.compat.openrlhf.elastic_flags import take_options
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
@@ -143,10 +143,10 @@ def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
     return [*options, "--", *entry]
 
 
-def _take_runtime_env(options: list[str]) -> tuple[list[str], dict[str, Any]]:
+def _take_runtime_env(options: list[str]) -> tuple[list[str], JsonObject]:
     """Return the options without --runtime-env-json and --runtime-env, and the content of these two."""
     kept, given = take_options(options, lambda name: name in ("--runtime-env-json", "--runtime-env"))
-    runtime_env: dict[str, Any] = {}
+    runtime_env: JsonObject = {}
     for name, value in given:
         text = value or ""
         try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -63,14 +64,14 @@ def take_options(tokens: Sequence[str], is_taken: Callable[[str], bool]) -> tupl
     return kept + rest, taken
 
 
-def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dict[str, str]) -> dict[str, Any]:
+def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dict[str, str]) -> JsonObject:
     """Return {recipe key: value}. Raises UserError for an unknown key, and for one that a flag of OpenRLHF decides.
 
     Args:
         keys: all keys of the recipe.
         owned: keys that a flag of OpenRLHF decides, with that flag.
     """
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     for flag, text in ours:
         key = _find_key(flag, keys)
         if key is None:

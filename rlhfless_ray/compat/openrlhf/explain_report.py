@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf import molt
 from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES, rule_of
@@ -59,7 +59,7 @@ def describe_dialect(translation: Translation) -> str:
     return line.version + (f" ({_ranges(others)} accept it too)" if others else "")
 
 
-def as_data(translation: Translation) -> dict[str, Any]:
+def as_data(translation: Translation) -> JsonObject:
     """Return the explanation as JSON types."""
     slots = slots_of(translation)
     return {

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.estimators import ESTIMATORS, Estimator
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.dialect import CommandLine
 from rlhfless_ray.compat.openrlhf.flags import TYPES, flags_of, history, newest, place, renamed
 
@@ -47,7 +48,7 @@ class Values:
     """Values of a command line by newest name without dashes."""
 
     version: str
-    value: dict[str, Any]
+    value: JsonObject
     set_by: dict[str, list[str]] = field(default_factory=dict)
     """Newest name → full names of the command line's flags that decide it. Names at their default are missing."""
     given: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -146,7 +147,7 @@ def canonical(line: CommandLine, environment: Mapping[str, str] = os.environ) ->
     return values
 
 
-def defaults(version: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def defaults(version: str, environment: Mapping[str, str] = os.environ) -> JsonObject:
     """Return every newest name's default in a dialect. Names that the dialect lacks get the value that was fixed there."""
     value = dict(_defaults(version))
     if place(version) < place(QUEUE_FLAG_SINCE) and environment.get("OPENRLHF_ASYNC_QUEUE_SIZE", "").isdigit():
@@ -155,9 +156,9 @@ def defaults(version: str, environment: Mapping[str, str] = os.environ) -> dict[
 
 
 @cache
-def _defaults(version: str) -> dict[str, Any]:
+def _defaults(version: str) -> JsonObject:
     """Return the defaults that no environment changes."""
-    value: dict[str, Any] = {PROMPT_LIMIT: None}
+    value: JsonObject = {PROMPT_LIMIT: None}
     for known in (flags_of(newest()), flags_of(version)):
         for flag, spec in known.items():
             if flag not in TARGETS:

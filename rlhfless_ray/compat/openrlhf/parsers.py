@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, TYPES, Spec, flags_of
 
-Given = dict[str, Any]
+Given = JsonObject
 """Full flag → value, in the order of the command line. A repeated flag has its last value, and a switch that is given
 has True, also one that turns something off."""
 

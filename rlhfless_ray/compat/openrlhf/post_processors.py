@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
-Row = dict[str, Any]  # input, output, reward
+from rlhfless_ray.common.json_types import JsonObject
+
+Row = JsonObject  # input, output, reward
 REWARD_TEMPLATE = "{input} <rm_score>: {reward} "  # arXiv 2308.12050
 
 

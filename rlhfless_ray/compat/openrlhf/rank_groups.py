@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.normalise import Values
 
 DIVIDED = "divides the work on a sequence between GPUs, which changes no result; ranks divide the batch and ZeRO the state here"
@@ -19,17 +20,17 @@ DECIDING = {
 }
 
 
-def slices(x: int, v: Values) -> dict[str, Any]:
+def slices(x: int, v: Values) -> JsonObject:
     """Return the settings of ranks that share sequences, none if a model does not allow it."""
     return {} if _why_not_sliced(x, v) else _of_learners("sequence_parallel", x, v)
 
 
-def divides(x: int, v: Values) -> dict[str, Any]:
+def divides(x: int, v: Values) -> JsonObject:
     """Return the settings of ranks that share one copy of a model, none if a model does not allow it."""
     return {} if _why_not_divided(x, v) else _of_learners("tensor_parallel", x, v)
 
 
-def _of_learners(key: str, x: int, v: Values) -> dict[str, Any]:
+def _of_learners(key: str, x: int, v: Values) -> JsonObject:
     """Return the settings of policy and critic, none for groups of one rank."""
     return {f"{section}.{key}": x for section in ("learner", *(("critic",) if v.has_critic else ()))} if x > 1 else {}
 

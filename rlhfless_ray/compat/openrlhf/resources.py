@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.normalise import Values
 from rlhfless_ray.compat.openrlhf.translate import Translation
 from rlhfless_ray.local.machine_memory import visible_gpus
@@ -82,7 +83,7 @@ def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.
     return _whole(settings.get("cluster.cpus"), 0) or len(os.sched_getaffinity(0))
 
 
-def fit_width(settings: dict[str, Any], environment: Mapping[str, str] = os.environ) -> str:
+def fit_width(settings: JsonObject, environment: Mapping[str, str] = os.environ) -> str:
     """Reduce the width of engines to the available GPUs. Returns a note, or an empty string.
 
     Where slots are CPU cores an engine gets one, because cores share their memory and OpenRLHF's number is of devices.
