@@ -80,6 +80,9 @@ class Shuttle:
         how = "prefill" if way == "prefill" else "pages"
         return MigrationRequests((MigrationRequest(np.array([i]), source, target, way, how),), time_saved_s=1.0)
 
+    def choose_methods(self, requests: np.ndarray, token_log: Any, source: int, target: int, reason: str) -> Any:
+        raise AssertionError("no engine is evacuated")
+
     def observe(self, context_tokens: float, seconds: float, how: str) -> None:
         pass
 
@@ -100,7 +103,10 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.worker_pool import WorkerPool
-    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
+    from rlhfless_ray.rollout.driver import RolloutDriver
+    from rlhfless_ray.rollout.live_rollout import DriverSettings, IdleEngines
+    from rlhfless_ray.rollout.migration import Migration
+    from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.checksum import checksum
     from rlhfless_ray.weights.model_folder import stored_weights, without_weights
@@ -133,16 +139,10 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
             sizes = [context] * longs + [32] * (2 * others)
             requests = [Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)]
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
-            driver = RolloutDriver(
-                pool,
-                requests,
-                np.full(len(sizes), float(tokens)),
-                version,
-                interval_s=0.05,
-                silence_s=60.0,
-                idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
-                migration=Shuttle(longs),  # type: ignore[arg-type]
-            )
+            source = PlainRequests(WantedResponses(requests, [], np.full(len(sizes), float(tokens)), 1))
+            driving = DriverSettings(0.05, 60.0, IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None))
+            moves = Migration(Shuttle(longs))  # type: ignore[arg-type]
+            driver = RolloutDriver(pool, source, version, driving, plugins=[moves])
             stream = driver.run(shares, deadline_s=600.0)
             # An engine that a response comes back to has its old blocks, so first moves alone count.
             first = {moved.key: moved for moved in reversed(stream.moved)}.values()

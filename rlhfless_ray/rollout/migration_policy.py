@@ -48,7 +48,7 @@ class MigrationPolicy:
         """Configure the policy.
 
         Args:
-            rule: "tau", the rule of the RLHFless paper (arXiv 2602.22718) with share `tau`, or "auto", the planner's.
+            rule: "tau", the rule of the RLHFless paper (arXiv 2602.22718) with share `tau`, "auto", the planner's, or "off".
             carries: whether engines can copy KV pages.
             safely: see `Autoscaler.safely`; the default lets exceptions pass.
         """
@@ -60,6 +60,10 @@ class MigrationPolicy:
         self.group, self.group_correlation = np.zeros(0, int), 0.0
         self.speed, self.cost_weight, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
         self.safely, self.has_failed = safely, False  # after a failure a rollout continues without moves
+
+    @property
+    def is_on(self) -> bool:
+        return self.rule != "off"
 
     def choose_methods(self, requests: np.ndarray, token_log: TokenLog, source: int, target: int, reason: str) -> list[MigrationRequest]:
         """Request moves, each by the faster method for its context. A request without tokens has no KV to copy."""
@@ -191,7 +195,9 @@ class MigrationPolicy:
             term.observe(context_tokens, seconds)
 
     def state(self) -> dict[str, Any]:
-        return {name: term.state() for name, term in (("prefill", self.prefill), ("pages", self.pages)) if term is not None}
+        """Return the fitted times of moves, for a checkpoint."""
+        terms = {"prefill": self.prefill, "pages": self.pages} if self.is_on else {}
+        return {name: term.state() for name, term in terms.items() if term is not None}
 
     def restore(self, state: dict[str, Any]) -> None:
         for name, term in (("prefill", self.prefill), ("pages", self.pages)):

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
 
 from placement.scaling.resize_policy import Release
-from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.slot_source import LeaseRequest
-from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.engine_calls import EngineCalls
-from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
-from rlhfless_ray.rollout.rollout_result import RolloutResult
-from rlhfless_ray.rollout.token_log import TokenLog
-from rlhfless_ray.types import WeightVersion
+from rlhfless_ray.rollout.events import Event, RolloutProgress
+from rlhfless_ray.rollout.live_rollout import Plugin
 
 RENEW_S = 1.0  # interval of bids, that of heartbeats
 BIDDING_SHARE = 0.02  # largest share of the driver's time for bids
@@ -28,26 +23,7 @@ PAUSE_S = 1.0  # time between two decisions to give slots, until the pool knows 
 GIVEN = Release(0, "another run of the cluster waits for its slot")
 
 
-class Rollout(Protocol):
-    """The part of `RolloutDriver` that is used here."""
-
-    pool: WorkerPool
-    weights: WeightVersion
-    calls: EngineCalls
-    token_log: TokenLog
-    migrations: InflightMigrations
-    result: RolloutResult
-    stopping: bool
-    start_s: float
-
-    def tail_s(self) -> float: ...
-
-    def remaining(self) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def evacuate(self, leaving: list[Instance], stay: list[int], reason: str) -> None: ...
-
-
-class SharedSlots:
+class SharedSlots(Plugin):
     """Exchange slots with other runs during a rollout.
 
     The rollout grows when another run releases a slot, and shrinks when another run waits for its own. Requests move between engines.
@@ -77,22 +53,31 @@ class SharedSlots:
     def refs(self) -> list[Any]:
         return [] if self.answer is None else [self.answer]
 
-    def poll(self, driver: Rollout) -> None:
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, RolloutProgress):
+            self.poll()
+
+    def take(self, number: int, instance: Instance) -> bool:
+        if number in self.leaving:
+            self.rollout.settings.idle.give_back(instance, GIVEN)
+        return number in self.leaving
+
+    def poll(self) -> None:
         """Give slots that other runs wait for, or else take a granted slot and request another one if it would have work."""
-        if driver.stopping:
+        if self.rollout.stopping:
             self.close()
             return
-        self._give(driver)
+        self._give()
         if self.answer is not None and ray.wait([self.answer], timeout=0)[0]:
-            self._take(driver)
+            self._collect()
         if time.monotonic() >= self.renew_at_s:
-            self._renew(driver)
-        if self.request is None and self._would_grow(driver):
-            self._renew(driver)  # an engine that has just become idle is not asked for again
-        if not self._would_grow(driver):
+            self._renew()
+        if self.request is None and self._would_grow():
+            self._renew()  # an engine that has just become idle is not asked for again
+        if not self._would_grow():
             self.close()
         elif self.request is None:
-            [self.request] = self.leases.ask(1, labels=driver.pool.labels)
+            [self.request] = self.leases.ask(1, labels=self.rollout.pool.labels)
             self.answer = self.source.arrival(self.request)
 
     def close(self) -> None:
@@ -101,45 +86,47 @@ class SharedSlots:
             self.leases.withdraw([self.request])
             self.request = self.answer = None
 
-    def _renew(self, driver: Rollout) -> None:
+    def _renew(self) -> None:
         began_s = time.monotonic()
-        self.max_engines = self.renew(*driver.remaining(), len(driver.pool.working), self._warm(driver))
+        self.max_engines = self.renew(*self.rollout.remaining(), len(self.rollout.pool.working), self._warm())
         now = time.monotonic()
         self.renew_at_s = now + max(RENEW_S, (now - began_s) / BIDDING_SHARE)
 
-    def _would_grow(self, driver: Rollout) -> bool:
-        return not self.leaving and len(driver.pool.working) < self.max_engines and driver.tail_s() > self._wait_s(driver)
+    def _would_grow(self) -> bool:
+        has_room = not self.leaving and len(self.rollout.pool.working) < self.max_engines
+        return has_room and self.rollout.tail_s() > self._wait_s()
 
-    def _wait_s(self, driver: Rollout) -> float:
+    def _wait_s(self) -> float:
         """Return how long the rollout must go on for one more engine to pay."""
-        return 2 * (self.start_s if self._warm(driver) else driver.start_s)
+        return 2 * (self.start_s if self._warm() else self.rollout.settings.start_s)
 
-    def _warm(self, driver: Rollout) -> int:
+    def _warm(self) -> int:
         """Return the number of parked engines that could work on slots which no run holds. On GPU each has its own device."""
-        return driver.pool.count_warm(1, self.source.warm_free)
+        return self.rollout.pool.count_warm(1, self.source.warm_free)
 
-    def _take(self, driver: Rollout) -> None:
-        request, self.request, self.answer = self.request, None, None
+    def _collect(self) -> None:
+        rollout, request = self.rollout, self.request
+        self.request = self.answer = None
         if request is None or request.id not in self.leases.pending:  # a worker group withdrew it
             return
-        got = self.leases.without_lost(self.leases.collect([request], driver.pool.kind, 0.0))
+        got = self.leases.without_lost(self.leases.collect([request], rollout.pool.kind, 0.0))
         if got:
-            driver.pool.assign_leases(got)  # the next moves send requests to it
-            driver.result.exchanged["shared/slots_taken"] += len(got)
-            fetch_weights(driver.pool, driver.weights)
+            rollout.join(got)  # the next moves send requests to it
+            rollout.result.exchanged["shared/slots_taken"] += len(got)
 
-    def _give(self, driver: Rollout) -> None:
-        working = {driver.calls.number(instance): instance for instance in driver.pool.working}
+    def _give(self) -> None:
+        rollout, result = self.rollout, self.rollout.result
+        working = {rollout.calls.number(instance): instance for instance in rollout.pool.working}
         if gone := len(self.leaving - set(working)):
-            driver.result.exchanged["shared/slots_given"] += gone
+            result.exchanged["shared/slots_given"] += gone
         self.leaving &= set(working)
         now, spare = time.monotonic(), len(working) - len(self.leaving) - 1
-        if (surplus := min(self.source.surplus, spare)) > 0 and now > self.look_again_s and not driver.migrations.leaving:
+        if (surplus := min(self.source.surplus, spare)) > 0 and now > self.look_again_s and not rollout.migrations.leaving:
             usable = {number for number, one in working.items() if any(lease.id in self.source.surplus_leases for lease in one.leases)}
-            if by_work := sorted(usable - self.leaving, key=lambda number: len(driver.token_log.owed(number)))[:surplus]:
+            if by_work := sorted(usable - self.leaving, key=lambda number: len(rollout.token_log.owed(number)))[:surplus]:
                 self.leaving |= set(by_work)
                 self.look_again_s = now + PAUSE_S
-                driver.result.decisions.append(f"{len(by_work)} engines leave: {GIVEN.reason}")
+                result.decisions.append(f"{len(by_work)} engines leave: {GIVEN.reason}")
         if self.leaving:
-            stay = [number for number in driver.calls.available() if number not in self.leaving]
-            driver.evacuate([working[number] for number in sorted(self.leaving)], stay, GIVEN.reason)
+            stay = [number for number in rollout.calls.available() if number not in self.leaving]
+            rollout.evacuate([working[number] for number in sorted(self.leaving)], stay, GIVEN.reason)

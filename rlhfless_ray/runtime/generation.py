@@ -22,7 +22,7 @@ from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.reward.reward_functions import RewardSource
-from rlhfless_ray.rollout.listener import WorkBeside
+from rlhfless_ray.rollout.early_work import EarlyWork
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of, status_written_s
 from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord, recorded_settings
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
@@ -90,8 +90,8 @@ class GenerationSession(RolloutSession):
         nothing = Completion(0, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, 0)
         return tuple(there.get(n) or Sample(prompt, SampleId(prompt.index, GENERATION, n), nothing) for n in range(count)) if there else ()
 
-    def _work_beside(self, step: Step) -> WorkBeside | None:
-        return super()._work_beside(step) if self.run.recipe.scores else None
+    def _early_work(self, step: Step) -> list[EarlyWork]:
+        return super()._early_work(step) if self.run.recipe.scores else []
 
 
 class Generation(Runtime):

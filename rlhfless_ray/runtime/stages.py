@@ -20,6 +20,8 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.kept_pages import KeptPages
+from rlhfless_ray.rollout.multi_turn import AgentEpisodes
+from rlhfless_ray.rollout.request_source import PlainResponses
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
@@ -51,10 +53,9 @@ class Stages:
             context,
             worker_pools.rollout,
             learn.worker_groups,
-            tokenizer,
+            PlainResponses(tokenizer) if agents is None else AgentEpisodes(agents, context.recipe.answer_column),
             weight_bytes,
             prefix=prefix,
-            agents=agents,
             drafter=TrainedDrafter(context, worker_pools.drafter) if worker_pools.drafter is not None else None,
             kept=_kept_pages(context.recipe, files) if context.recipe.rollout.partial_kv == "keep" else None,
             on_end_near=score.prepare,

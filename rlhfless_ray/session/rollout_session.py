@@ -7,7 +7,7 @@ responses, and when engines take new weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,8 +25,9 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.prefix.prefix_stage import PrefixStage
 from rlhfless_ray.recipe.rollout_mode import RolloutMode
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.listener import OnSamples, WorkBeside
-from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
+from rlhfless_ray.rollout.early_work import EarlyWork
+from rlhfless_ray.rollout.listener import OnSamples
+from rlhfless_ray.rollout.live_rollout import LiveRollout
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
@@ -307,7 +308,7 @@ class RolloutSession:
         """Generate the missing responses of the step's batch, and set its samples if enough of its groups are complete then."""
         if self.update is None:
             began_s = self.working_s
-            samples = self.generate(step, self._work_beside(step))
+            samples = self.generate(step, self._early_work(step))
             self._observe_pause(began_s)
         else:
             if not self.stage.pool.working or (found := self._generate_beside_update(step)) is None:
@@ -316,20 +317,23 @@ class RolloutSession:
             samples = found
         step.samples = self._take_groups(step, samples)
 
-    def generate(self, step: Step, overlap: WorkBeside | None, until: Any = lambda driver: False) -> list[Sample]:
-        """Return all samples of the step's batch, once its groups are complete or `until` says so. `overlap`: works beside the engines."""
+    def generate(
+        self, step: Step, early: Sequence[EarlyWork], until: Callable[[LiveRollout], bool] = lambda rollout: False
+    ) -> list[Sample]:
+        """Return all samples of the step's batch, once its groups are complete or `until` says so. `early`: works beside the engines."""
         assert self.weights is not None
-        return self.stage.generate(step, self.weights, overlap, until, self.on_samples)
+        return self.stage.generate(step, self.weights, early, until, self.on_samples)
 
     on_samples: OnSamples = staticmethod(lambda new: None)  # called with samples as they finish
 
-    def _work_beside(self, step: Step) -> WorkBeside | None:
-        """Return what scores and learns on slots that engines have left."""
-        broker = self.context.broker
-        if not self.mode.boundary.cuts:
-            prompts, count = len(step.prompts), step.batch.count
-            return OverlapScheduler(self.scoring, self.learn, broker, prompts, count, self.stage.drafter)
-        return None if self.mode.begins_beside_update else PartialOverlap(self.scoring, self.learn, broker, step.batch)
+    def _early_work(self, step: Step) -> list[EarlyWork]:
+        """Return what scores and learns while engines work. Beside an update this is nothing if responses will be cut."""
+        beside, cuts, broker = self.update is not None, self.mode.boundary.cuts, self.context.broker
+        if cuts and self.mode.begins_beside_update:
+            return []
+        drafters = [self.stage.drafter] if self.stage.drafter is not None and not cuts and not beside else []
+        handover_s = 2 * self.context.autoscaler.terms.warm_start.predict()
+        return [EarlyWork(self.scoring, self.learn, broker, step.batch, beside_update=beside, drafters=drafters, handover_s=handover_s)]
 
     def _observe_pause(self, generate_began_s: float) -> None:
         if self.pause is not None and self.stage.restart_s is not None:
@@ -342,7 +346,7 @@ class RolloutSession:
         assert self.update is not None
         with suppress(NoRoom):
             if not self.mode.boundary.cuts:
-                return self.generate(step, BesideUpdate(self.learn, self.context.broker, len(step.batch.ids)))
+                return self.generate(step, self._early_work(step))
             recipe = self.context.recipe  # the rest of an episode cannot be forecast; without importance weights age has no known price
             timing = WeightTiming(
                 self.context.autoscaler,
@@ -352,7 +356,7 @@ class RolloutSession:
                 sum(len(rank.leases) for rank in self.learn.worker_group.by_rank),
                 can_wait=recipe.functions.elastic and not recipe.agent.path and not recipe.algorithm.uncorrected_lag,
             )
-            samples = self.generate(step, None, timing.ends)
+            samples = self.generate(step, [], timing.ends)
             step.metrics |= timing.metrics()
             return samples
         return None

@@ -55,7 +55,7 @@ def test_prefix_kv_and_killed_processes_change_no_sample(private_ray: None, tmp_
     nobody: Any = lambda run, moment: None  # noqa: E731
     with engines_in_step(), FaultInjector(recipe, nobody) as run:  # what is to move must not have ended before the driver looks
         stage = run.rollout_stage
-        assert stage.migration is not None and stage.migration.pages is not None
+        assert stage.migration.is_on and stage.migration.pages is not None
         stage.migration = ToAndFro("auto", 0.7, carries=True)
         for step in run:
             found = step.metrics

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from asking import BLOCK, FILES, SETTINGS, assert_same, requests, weights_of
 
-from placement.scaling.resize_policy import Hold
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.rollout.inflight_migrations import by_prefill
 from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 from rlhfless_ray.types import Request, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
 from tests.conftest import two_engines
+from tests.rollout_drivers import driver_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -55,6 +56,8 @@ def actor_class() -> type:
 class ScriptedMoves:
     """A migration policy that moves half of the requests in every decision, all by one method."""
 
+    choose_methods = staticmethod(by_prefill)
+
     def __init__(self, how: str) -> None:
         self.how, self.looks = how, 0
 
@@ -86,23 +89,13 @@ def pool(ray_cluster: None) -> Iterator[WorkerPool]:
 def roll_out(pool: WorkerPool) -> Any:
     import ray
 
-    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
-
     weights = weights_of(FILES["A"])
     ref, total = ray.put(weights), checksum(weights)
 
     def run(version: int, **options: Any) -> Any:
-        given = {"migration": None, "silence_s": 60.0, **options}
         shares = np.array_split(np.arange(len(ASKED)), len(pool.working))
-        driver = RolloutDriver(
-            pool,
-            ASKED,
-            np.full(len(ASKED), 100.0),
-            WeightVersion(version, (ref,), total),
-            interval_s=0.05,
-            idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
-            **given,
-        )
+        weights = WeightVersion(version, (ref,), total)
+        driver = driver_of(pool, ASKED, weights, expected=100.0, interval_s=0.05, needed_next=2, **options)
         return driver.run(shares, deadline_s=400.0)
 
     return run

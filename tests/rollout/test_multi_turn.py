@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from asking import SETTINGS, weights_of
 
-from placement.scaling.resize_policy import Hold
 from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
@@ -29,6 +28,7 @@ from rlhfless_ray.weights.checksum import checksum
 from rlhfless_ray.weights.model_folder import without_weights
 from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import two_engines
+from tests.rollout_drivers import driver_of
 from tests.run_files import step_requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -96,8 +96,8 @@ def pool(ray_cluster: None, files: dict[str, bytes]) -> Iterator[WorkerPool]:
 def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Sample]]]:
     import ray
 
-    from rlhfless_ray.rollout.driver import IdleEngines
-    from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
+    from rlhfless_ray.rollout.multi_turn import EpisodeTurns
+    from rlhfless_ray.rollout.request_source import WantedResponses
     from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 
     path = tmp_path_factory.mktemp("agent") / "agent.py"
@@ -117,12 +117,9 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         requests = [replace(one, **sampling) for one in step_requests(RECIPE, 3, prompts)]
         asked = [(prompts[r.key // COUNT].text, (labels or [""] * 8)[r.key]) for r in requests]
         samples = EpisodeSamples(requests, prompts, 1)
-        listener = RolloutListener(samples, None, lambda _: [], 0.0)
-        driver = MultiTurnRollout(
-            agents, asked, pool, requests, np.full(8, 24.0), version, interval_s=0.05, silence_s=120.0,
-            idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None), on_progress=on_progress, listener=listener,
-            drafts=SharedDrafts(),
-        )  # fmt: skip
+        source = EpisodeTurns(agents, asked, WantedResponses(requests, prompts, np.full(8, 24.0), 1))
+        plugins = [RolloutListener(samples, on_progress=on_progress), SharedDrafts()]
+        driver = driver_of(pool, source, version, needed_next=2, plugins=plugins, interval_s=0.05, silence_s=120.0)
         driver.run([np.array(s) for s in shares], deadline_s=300.0)
         return samples.all()
 

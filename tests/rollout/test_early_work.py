@@ -16,7 +16,7 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
+from rlhfless_ray.rollout.early_work import EarlyWork
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, UpdateStats
 
@@ -122,7 +122,7 @@ def parts(
     lag: int = 0,
     partial: str = "off",
     **learner: Any,
-) -> tuple[OverlapScheduler, Scoring, Gang, LearnStage]:
+) -> tuple[EarlyWork, Scoring, Gang, LearnStage]:
     tree = {
         "prompts": {"task": "chain", "batch_prompts": 3},
         "reward": {"function": "task"},
@@ -137,7 +137,13 @@ def parts(
     context: Any = SimpleNamespace(recipe=Recipe.parse(tree), autoscaler=SimpleNamespace(learner=predict), broker=broker, leases=leases)
     scoring, worker_group = Scoring(), Gang()
     learning = LearnStage(context, worker_group, critic, reference)  # type: ignore[arg-type]
-    return OverlapScheduler(scoring, learning, broker, prompts=3, count=COUNT), scoring, worker_group, learning  # type: ignore[arg-type]
+    return early_work(scoring, learning, groups=3), scoring, worker_group, learning  # type: ignore[arg-type]
+
+
+def early_work(scoring: Any, learning: Any, groups: int, **more: Any) -> EarlyWork:
+    """Beside a rollout that cuts no response."""
+    batch = RolloutBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(groups)], 1, groups, max_lag=0, count=COUNT, cuts=False)
+    return EarlyWork(scoring, learning, learning.context.broker, batch, **more)
 
 
 def rows_of(batch: Batch) -> list[int]:
@@ -201,7 +207,7 @@ def test_a_slot_of_a_drained_node_is_not_used() -> None:
 def test_a_step_begins_with_nothing_learned() -> None:
     tail, _, _, learning = parts()
     learning.learned = {0, 1}
-    OverlapScheduler(tail.scoring, learning, tail.broker, 3, COUNT)
+    early_work(tail.scoring, learning, groups=3)
     one = [sample(key) for key in range(2)]
     for each in one:
         each.reward = 1.0
@@ -261,7 +267,7 @@ def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_
 PPO = {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1, "place": "reward"}}
 
 
-def ended(tail: OverlapScheduler, keys: range) -> list[Sample]:
+def ended(tail: EarlyWork, keys: range) -> list[Sample]:
     samples = [sample(key) for key in keys]
     for one in samples:
         one.reward = 1.0 + one.completion.key
@@ -435,7 +441,7 @@ def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_ha
         return UpdateStats()
 
     learning.update = Pending(result, lambda: ready)
-    tail = BesideUpdate(learning, learning.context.broker, samples=6)
+    tail = early_work(Scoring(), learning, groups=3, beside_update=True)
     samples = [sample(key) for key in range(6)]
     tail.poll(1.0)
     tail.add_samples(samples[:4])
@@ -489,7 +495,7 @@ def test_a_learner_lost_beside_the_rollout_is_replaced_after_it(lost_in: str) ->
     learner.update = Pending(result, lambda: True, lambda: lost_in == "update")
     samples = [sample(0), sample(1)]
     update = learning.start_update(None, samples)  # type: ignore[arg-type]
-    tail = BesideUpdate(learning, learning.context.broker, samples=2)
+    tail = early_work(Scoring(), learning, groups=1, beside_update=True)
     tail.add_samples(samples)
     tail.poll(1.0)
     learner.done, learner.dies = True, lost_in == "pass"
@@ -510,7 +516,7 @@ def test_before_the_first_pass_its_seconds_are_those_of_an_update_under_the_same
     learning.context.autoscaler.learner.predict = lambda slots, tokens: 2.0 / slots
     learner.by_rank = [SimpleNamespace(leases=["learner's"] * leases)]
     learner.assign_leases(["learner's"] * leases)
-    tail = BesideUpdate(learning, learning.context.broker, samples=2)
+    tail = early_work(Scoring(), learning, groups=1, beside_update=True)
     tail.add_samples([sample(0), sample(1)])
     tail.poll(1.0)
     assert len(learner.passes) == fit
@@ -525,7 +531,7 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
     groups = [Group(earlier[0].prompt, 1, 0, tuple(earlier)), *(Group(Prompt(g, "p", (7,)), 2) for g in (1, 2))]
     batch, slots = RolloutBatch(groups, step=2, quota=2, max_lag=1, count=COUNT), [["slot"], ["slot"]]
     learning.number, learning.lease_free_slots = 2, lambda _: slots.pop() if slots else []  # type: ignore[method-assign]
-    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    tail = EarlyWork(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     finished, asked = [0], list[int]()
     for key in (4, 5, 2, 3, 1):
         finished.append(key)
@@ -552,7 +558,7 @@ def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> Non
     asked: list[bool] = []
     learning.lease_free_slots = lambda _: asked.append(True) or []  # type: ignore[method-assign, func-returns-value]
     batch = RolloutBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(3)], step=1, quota=3, max_lag=1, count=COUNT)
-    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    tail = EarlyWork(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     for key in range(6):
         tail.add_samples([sample(key, tokens=12)])
         batch.is_enough(range(key + 1))
@@ -568,7 +574,7 @@ def test_free_slots_that_do_not_fit_are_not_taken_again_at_once() -> None:
     scoring.fits = lambda leases: len(leases) > 1  # type: ignore[method-assign]
     learning.lease_free_slots = lambda _: asked.append(True) or ["slot"]  # type: ignore[method-assign, func-returns-value]
     batch = RolloutBatch([Group(Prompt(0, "p", (7,)), 1)], step=1, quota=1, max_lag=1, count=COUNT)
-    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    tail = EarlyWork(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     tail.add_samples([sample(0), sample(1)])
     batch.is_enough(range(2))
     for taken in (["slot"], [], []):
