@@ -42,13 +42,13 @@ def driver_of(
     plugins: Sequence[Plugin] = (),
     interval_s: float = 0.1,
     silence_s: float = 60.0,
-    **settings: Any,
+    waits: bool = True,
 ) -> RolloutDriver:
-    """Return a driver. `source`: a list are plain requests with `expected` tokens. `settings`: others of `DriverSettings`."""
+    """Return a driver. `source`: a list are plain requests with `expected` tokens. The others are `DriverSettings`."""
     if isinstance(source, list):
         lengths = np.broadcast_to(np.asarray(expected, float), len(source)).copy()
         source = PlainRequests(WantedResponses(source, [], lengths, weights.version))
     moves = [] if migration is None else [Migration(migration)]
     idle = IdleEngines(needed_next, decide, give_back)
     given = [Watch(on_progress), *plugins, Evacuation(), *moves]
-    return RolloutDriver(pool, source, weights, DriverSettings(interval_s, silence_s, idle, **settings), plugins=given)
+    return RolloutDriver(pool, source, weights, DriverSettings(interval_s, silence_s, idle, waits), plugins=given)

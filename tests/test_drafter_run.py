@@ -12,9 +12,9 @@ import ray
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
-from rlhfless_ray.rollout.early_work import EarlyWork
 from rlhfless_ray.rollout.live_rollout import LiveRollout
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from tests.conftest import small_recipe
 from tests.run_files import rows

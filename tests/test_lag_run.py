@@ -18,7 +18,7 @@ from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.rollout.early_work import EarlyWork
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample
 from tests.compat.test_runs import AGENT

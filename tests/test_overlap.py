@@ -17,8 +17,8 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprob_passes import Passes
-from rlhfless_ray.rollout.early_work import EarlyWork
 from rlhfless_ray.rollout.live_rollout import LiveRollout
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample

@@ -22,8 +22,8 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.rollout.early_work import EarlyWork
 from rlhfless_ray.rollout.live_rollout import LiveRollout
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample, UpdateStats
 from tests.compat.test_runs import AGENT

@@ -64,6 +64,7 @@ class RolloutDriver:
         if rollout.ending.is_reached(rollout):
             result.unfinished = source.unfinished()
             return result
+        rollout.shares = shares
         rollout.begin()
         try:
             self._begin(instances, shares)
@@ -92,10 +93,10 @@ class RolloutDriver:
 
     def _loop(self, deadline_s: float) -> None:
         rollout, end_s = self.rollout, time.monotonic() + deadline_s
-        while self.source.has_work or self.calls.running:
+        while self.source.has_work() or self.calls.running:
             of_plugins = {ref: plugin for plugin in rollout.plugins for ref in plugin.refs()}
             refs = [*self.calls.running, *of_plugins, *rollout.migrations.copying]
-            for ready in wait_any(refs, end_s - time.monotonic(), self.source.awaited, within_s=LOOK_S, of_s=deadline_s):
+            for ready in wait_any(refs, end_s - time.monotonic(), self.source.awaited(), within_s=LOOK_S, of_s=deadline_s):
                 if ready in self.calls.running:
                     self.receive(ready)
                 elif ready in of_plugins:

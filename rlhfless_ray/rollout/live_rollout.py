@@ -50,14 +50,12 @@ class DriverSettings:
     Attributes:
         interval_s: interval at which engines stream new tokens.
         silence_s: a started engine without a report for this long is considered hung.
-        start_s: expected start time of a new engine. Infinite if requests are never moved, because it would get none.
         waits: whether it waits for a slot if all engines are lost. Beside an update the learner may hold the last one: it raises NoRoom.
     """
 
     interval_s: float
     silence_s: float
     idle: IdleEngines
-    start_s: float = math.inf
     waits: bool = True
 
 
@@ -116,22 +114,22 @@ class Plugin:
 
 
 class RequestSource(Plugin):
-    """Where a rollout's requests come from. `token_log`: their record."""
+    """Where a rollout's requests come from.
+
+    Attributes:
+        token_log: the record of the requests.
+        total: number of all responses.
+        ended: keys of the finished responses, in the order of completion.
+    """
 
     token_log: TokenLog
-    total: int  # number of all responses
+    total: int
+    ended: Collection[int]
 
-    @property
-    def ended(self) -> Collection[int]:
-        """Return the keys of the finished responses, in the order of completion."""
-        raise NotImplementedError
-
-    @property
     def has_work(self) -> bool:
         """Return whether engines have work now or will get more."""
         raise NotImplementedError
 
-    @property
     def awaited(self) -> str:
         """Describe what the driver waits for, for messages."""
         raise NotImplementedError
@@ -182,6 +180,8 @@ class LiveRollout:
         self.migrations = InflightMigrations(self.calls, self.token_log)
         self.result = RolloutResult(self.token_log.completions, moved=self.migrations.moved)
         self.stopping = False
+        self.start_s = math.inf  # start time of a new engine; infinite without moves, because it would get no request
+        self.shares: Sequence[np.ndarray] = ()  # keys of each engine's responses, as planned
 
     def begin(self) -> None:
         for plugin in self.plugins:
@@ -235,7 +235,7 @@ class LiveRollout:
     def drain_if_idle(self, number: int) -> None:
         """Give an engine back if it has no work and no request is moving to it, while others work."""
         instance, busy = self.calls.engines[number], self.calls.find(number) is not None
-        if busy or self.source.needs(number) or not self.source.has_work:
+        if busy or self.source.needs(number) or not self.source.has_work():
             return
         if instance not in self.pool.working or self.migrations.is_target(number):
             return

@@ -93,7 +93,7 @@ class LostEngines:
         rollout.cancel_moves(orphans.tolist())
         node = instance.slot.node  # leases of a drained node are released, without waiting for slots that other engines may hold
         is_usable = not self.pool.leases.nodes.find_lost([node]) and node not in self.pool.leases.nodes.draining()
-        if is_usable and rollout.tail_s() > rollout.settings.start_s:
+        if is_usable and rollout.tail_s() > rollout.start_s:
             self.pool.replace(instance, why, cause)  # moves send it requests as soon as it can work
             fetch_weights(self.pool, rollout.weights)
         else:

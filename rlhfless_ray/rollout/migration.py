@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from rlhfless_ray.rollout.events import Event, RolloutProgress, TokensArrived
@@ -14,12 +15,13 @@ DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about 
 class Migration(Plugin):
     """Ask a policy for moves, one decision at a time: never while a request is between two engines."""
 
-    def __init__(self, policy: MigrationPolicy) -> None:
-        self.policy = policy
+    def __init__(self, policy: MigrationPolicy, start_s: float = math.inf) -> None:
+        """`start_s`: expected start time of a new engine."""
+        self.policy, self.start_s = policy, start_s
 
     def begin(self, rollout: LiveRollout) -> None:
         super().begin(rollout)
-        rollout.migrations.choose_methods = self.policy.choose_methods
+        rollout.migrations.choose_methods, rollout.start_s = self.policy.choose_methods, self.start_s
         self.decide_at_s = 0.0
 
     def on_event(self, event: Event) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,19 +27,12 @@ from rlhfless_ray.rollout.token_log import OUTLIVES, TokenLog
 from rlhfless_ray.types import UNFINISHED, Completion
 
 
-class AgentEpisodes:
-    """Each response is an agent's episode, whose remaining length cannot be forecast."""
-
-    can_move = False
-
-    def __init__(self, agents: AgentProcesses, answer_column: str) -> None:
-        self.agents, self.answer_column = agents, answer_column
-
-    def begin(self, wanted: WantedResponses) -> tuple[RequestSource, Samples]:
-        samples = EpisodeSamples(wanted.requests, wanted.prompts, wanted.version)
-        prompts = [samples.prompts[request.id.row] for request in wanted.requests]
-        labels = [(prompt.text, prompt.row.get(self.answer_column, "") if self.answer_column else "") for prompt in prompts]
-        return EpisodeTurns(self.agents, labels, wanted), samples
+def agent_episodes(agents: AgentProcesses, answer_column: str, wanted: WantedResponses) -> tuple[RequestSource, Samples]:
+    """Return the source of a rollout whose responses are agents' episodes, and its samples."""
+    samples = EpisodeSamples(wanted.requests, wanted.prompts, wanted.version)
+    prompts = [samples.prompts[request.id.row] for request in wanted.requests]
+    labels = [(prompt.text, prompt.row.get(answer_column, "") if answer_column else "") for prompt in prompts]
+    return EpisodeTurns(agents, labels, wanted), samples
 
 
 class EpisodeTurns(RequestSource):
@@ -51,9 +44,9 @@ class EpisodeTurns(RequestSource):
         self.token_log, self.total = TokenLog([]), len(requests)
         self.agents, self.episodes, self.tokens = agents, requests, wanted.expected
         self.version, self.cuts = wanted.version, wanted.cuts
-        self.ended_keys = [key for key, completion in before.items() if completion.finish_reason != UNFINISHED]
+        self.ended: list[int] = [key for key, completion in before.items() if completion.finish_reason != UNFINISHED]
         self.is_over = np.zeros(len(requests), bool)
-        self.is_over[self.ended_keys] = True
+        self.is_over[self.ended] = True
         earlier = {key: replies_of(completion) for key, completion in before.items()}
         self.openings = [
             EpisodeStart(
@@ -81,15 +74,9 @@ class EpisodeTurns(RequestSource):
 
     # ---- the rollout's responses ----------------------------------------------------------------------------------
 
-    @property
-    def ended(self) -> Collection[int]:
-        return self.ended_keys
-
-    @property
     def has_work(self) -> bool:
         return not self.is_over.all() and not self.stopped
 
-    @property
     def awaited(self) -> str:
         turns = f"{len(self.waiting)} turns of the policy in progress"
         return f"{int((~self.is_over).sum())} of {self.total} episodes ({turns})"
@@ -143,7 +130,7 @@ class EpisodeTurns(RequestSource):
         """Send a requested turn to an engine, or record the end of an episode."""
         if isinstance(happened, EpisodeEnd):
             self.is_over[happened.key] = True
-            self.ended_keys.append(happened.key)
+            self.ended.append(happened.key)
             self.rollout.emit(ResponsesEnded([replace(happened, drawn=self._drawn_by(happened.key))]))
             for number in range(len(self.rollout.calls.engines)):  # an engine without unfinished episodes gets no more turns
                 self.rollout.drain_if_idle(number)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,41 +39,19 @@ class WantedResponses:
     keeps_kv: bool = False
 
 
-class ResponseKind(Protocol):
-    """How a run's responses come about. `can_move`: whether engines can exchange unfinished ones by forecasts of their lengths."""
-
-    can_move: bool
-
-    def begin(self, wanted: WantedResponses) -> tuple[RequestSource, Samples]:
-        """Return the source of a rollout's requests, and the samples that it makes."""
-
-
-class PlainResponses:
-    """Each response is one request."""
-
-    can_move = True
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def begin(self, wanted: WantedResponses) -> tuple[RequestSource, Samples]:
-        return PlainRequests(wanted), ResponseSamples(wanted.requests, wanted.prompts, self.tokenizer)
+def plain_responses(tokenizer: Any, wanted: WantedResponses) -> tuple[RequestSource, Samples]:
+    """Return the source of a rollout whose responses are one request each, and its samples."""
+    return PlainRequests(wanted), ResponseSamples(wanted.requests, wanted.prompts, tokenizer)
 
 
 class PlainRequests(RequestSource):
     def __init__(self, wanted: WantedResponses) -> None:
         self.token_log = TokenLog(wanted.requests, wanted.before, wanted.keeps_kv, wanted.expected)
-        self.total, self.version = len(wanted.requests), wanted.version
+        self.total, self.version, self.ended = len(wanted.requests), wanted.version, self.token_log.completions
 
-    @property
-    def ended(self) -> Collection[int]:
-        return self.token_log.completions
-
-    @property
     def has_work(self) -> bool:
         return bool(self.rollout.calls.running)
 
-    @property
     def awaited(self) -> str:
         return f"{self.token_log.missing} of {self.total} responses from {len(self.rollout.calls.running)} engines"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,18 +18,16 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.early_work import EarlyWork
 from rlhfless_ray.rollout.evacuation import Evacuation
 from rlhfless_ray.rollout.kept_pages import KeptPages
-from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
+from rlhfless_ray.rollout.listener import OnSamples, RolloutListener, Samples
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, IdleEngines, LiveRollout, Plugin, RequestSource, cut_without_pages
 from rlhfless_ray.rollout.migration import Migration
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
-from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
-from rlhfless_ray.rollout.request_source import ResponseKind, WantedResponses
+from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.rollout.rollout_result import RolloutResult
-from rlhfless_ray.rollout.send_prefixes import SendPrefixes
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import SharedSlots
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
@@ -50,36 +47,39 @@ class RolloutStage:
         self,
         context: RunContext,
         pool: WorkerPool,
-        publisher: WeightPublisher,
-        responses: ResponseKind,
+        publisher: ColocatedGroups,
+        responses: Callable[[WantedResponses], tuple[RequestSource, Samples]],
         weight_bytes: int,
         *,
-        prefix: PrefixPages | None = None,
+        carries: bool = False,
         drafter: TrainedDrafter | None = None,
         kept: KeptPages | None = None,
         on_end_near: Callable[[float, Slot], None] = lambda seconds, slot: None,
+        on_no_pages: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Create the stage.
 
         Args:
             publisher: the learner, which publishes the weights and needs the slots next.
-            responses: their kind, single ones or agents' episodes.
-            prefix: sends engines KV pages of their prompts.
+            responses: returns the source of a rollout's requests, and the samples of its responses.
+            carries: whether engines can copy KV pages.
             drafter: a draft model that is trained on the responses.
             kept: KV pages of responses that continue in the next step.
             on_end_near: called with the seconds until the rollout ends and a slot that will be free then.
+            on_no_pages: called if an engine cannot keep KV pages, with the reason.
         """
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
+        self.on_no_pages = on_no_pages
         self.responses, self.weight_bytes = responses, weight_bytes
         self.began_s = 0.0
         self.restart_s: float | None = None  # time of the last rollout besides decoding and loading; None after a cold start
         self.idle_s: Callable[[float], float] | None = None  # beside an update, see `phase`
-        self.prefix, self.drafter, self.kept = prefix, drafter, kept
+        self.drafter, self.kept = drafter, kept
+        self.drafters = [drafter] if drafter is not None else []
         self.traffic = WeightTraffic()
         rollout = context.recipe.rollout
         self.drafts = SharedDrafts(drafter) if rollout.speculation != "off" else None
-        rule = rollout.migrate if responses.can_move else "off"
-        carries = prefix is not None and not prefix.blocked
+        rule = "off" if context.recipe.agent.path else rollout.migrate  # the remaining length of an episode cannot be forecast
         self.migration = MigrationPolicy(rule, rollout.migrate_tau, carries, context.autoscaler.safely)
         self.of_all: list[Plugin] = [self.drafts] if self.drafts is not None else []  # plugins of every rollout
         self.of_steps: list[Plugin] = [kept] if kept is not None else []
@@ -229,13 +229,13 @@ class RolloutStage:
         self,
         step: Step,
         weights: WeightVersion,
-        early: Sequence[EarlyWork] = (),
+        plugins: Sequence[Plugin] = (),
         until: Callable[[LiveRollout], bool] = lambda rollout: False,
         on_samples: OnSamples = lambda new: None,
     ) -> list[Sample]:
         """Generate until enough groups of the step's batch are complete. Returns all its samples, without reward.
 
-        `early`: works on slots that engines left. `until`: ends the rollout earlier. `on_samples`: called with samples as they finish.
+        `plugins`: take part in this rollout. `until`: ends the rollout earlier. `on_samples`: called with samples as they finish.
         """
         recipe, batch = self.context.recipe, step.batch
         requests, lengths = batch.requests(recipe), step.expected_work + batch.made[:, None]
@@ -245,22 +245,12 @@ class RolloutStage:
         wanted = WantedResponses(
             requests, step.prompts, lengths.mean(1), weights.version, batch.before(), batch.cuts, self.kept is not None
         )
-        source, samples = self.responses.begin(wanted)
-        plugins: list[Plugin] = [RolloutListener(samples, on_samples, self._on_progress)]
-        if self.prefix is not None and step.prefixes is not None:
-            plugins.append(SendPrefixes(self.prefix, step.prefixes, step.prompts, self._prompts(shares)))
-        plugins += [*self.of_all, *self.of_steps, Evacuation()]
-        if self.migration.is_on:
-            plugins += [*self._shared_slots(), Migration(self.migration)]
-        plugins += early if recipe.functions.elastic else ()
+        source, samples = self.responses(wanted)
+        listener = RolloutListener(samples, on_samples, self._on_progress)
         ending = Ending(lambda rollout: batch.is_enough(source.ended) or until(rollout), batch.until_enough, self.cuts)
-        driver = self._driver(source, weights, ending, plugins)
+        driver = self._driver(source, weights, [listener, *self.of_all, *self.of_steps, Evacuation(), *self._moves(), *plugins], ending)
         result = self._run(driver, shares)
-        for one in early:
-            one.finish()
         step.metrics |= driver.rollout.metrics(step.metrics) | self.traffic.metrics(weights, self.publisher.complete_nodes)
-        for one in () if recipe.functions.elastic else early:  # it had no work
-            step.metrics |= one.metrics({})
         return batch.join(samples.all(), result.unfinished)
 
     def _begin_moves(self, lengths: np.ndarray) -> None:
@@ -278,20 +268,17 @@ class RolloutStage:
         requests = make_evaluation_requests(context.recipe, prompts, settings)
         prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in settings])
         expected = context.autoscaler.expected(prompts)[prompt_of]
-        source, samples = self.responses.begin(WantedResponses(requests, prompts, expected, weights.version))
-        plugins = [RolloutListener(samples, on_progress=self._on_progress), *self.of_all, Evacuation()]
-        driver = self._driver(source, weights, Ending(), plugins)
+        source, samples = self.responses(WantedResponses(requests, prompts, expected, weights.version))
+        listener = RolloutListener(samples, on_progress=self._on_progress)
+        driver = self._driver(source, weights, [listener, *self.of_all, Evacuation()])
         self._run(driver, assign_groups(expected, prompt_of, len(self.pool.working)))
         context.broker.put(self._park())
         return samples.all()
 
-    def _driver(self, source: RequestSource, weights: WeightVersion, ending: Ending, plugins: list[Plugin]) -> RolloutDriver:
-        rollout, idle = (
-            self.context.recipe.rollout,
-            IdleEngines(self.publisher.learner_slots, self.decide_lease, self.give_back, self._leave),
-        )
-        start_s = self.context.autoscaler.terms.cold_start.predict() if self.migration.is_on else math.inf
-        settings = DriverSettings(rollout.stream_interval_s, rollout.silence_s, idle, start_s, waits=self.idle_s is None)
+    def _driver(self, source: RequestSource, weights: WeightVersion, plugins: list[Plugin], ending: Ending = Ending()) -> RolloutDriver:  # noqa: B008
+        rollout = self.context.recipe.rollout
+        idle = IdleEngines(self.publisher.learner_slots, self.decide_lease, self.give_back, self._leave)
+        settings = DriverSettings(rollout.stream_interval_s, rollout.silence_s, idle, waits=self.idle_s is None)
         return RolloutDriver(self.pool, source, weights, settings, ending, plugins)
 
     def _run(self, driver: RolloutDriver, shares: list[np.ndarray]) -> RolloutResult:
@@ -314,8 +301,14 @@ class RolloutStage:
         """Whether a rollout takes slots from a shared pool, and gives slots to other runs, while it runs."""
         return self.migration.is_on and self.pool.width == 1
 
+    def _moves(self) -> list[Plugin]:
+        """Return what moves requests between engines, and exchanges slots with other runs of the cluster."""
+        if not self.migration.is_on:
+            return []
+        return [*self._shared_slots(), Migration(self.migration, self.context.autoscaler.terms.cold_start.predict())]
+
     def _shared_slots(self) -> list[Plugin]:
-        """Return the exchange of slots with other runs of the cluster. There is none without a pool or with engines of several slots."""
+        """Return the exchange of slots. There is none without a shared pool or with engines of several slots."""
         context, autoscaler, source = self.context, self.context.autoscaler, self.context.leases.source
         if autoscaler.bids is None or not isinstance(source, PoolClient) or self.pool.width > 1:
             return []
@@ -360,8 +353,8 @@ class RolloutStage:
     def _record_start(self, instance: Instance) -> None:
         if spans := self.context.record_start(instance):
             self.context.autoscaler.terms.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in spans))
-            if instance.keeps_no_pages and self.prefix is not None:
-                self.prefix.block(f"{instance.keeps_no_pages}; moved contexts are computed again")
+            if instance.keeps_no_pages:
+                self.on_no_pages(f"{instance.keeps_no_pages}; moved contexts are computed again")
                 self.migration.pages = None
             if instance.drafter_failure:
                 self.context.record.progress.message(f"{instance.id} drafts without the drafter, which failed: {instance.drafter_failure}")

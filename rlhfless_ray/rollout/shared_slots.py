@@ -98,7 +98,7 @@ class SharedSlots(Plugin):
 
     def _wait_s(self) -> float:
         """Return how long the rollout must go on for one more engine to pay."""
-        return 2 * (self.start_s if self._warm() else self.rollout.settings.start_s)
+        return 2 * (self.start_s if self._warm() else self.rollout.start_s)
 
     def _warm(self) -> int:
         """Return the number of parked engines that could work on slots which no run holds. On GPU each has its own device."""

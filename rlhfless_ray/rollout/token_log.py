@@ -10,7 +10,6 @@ import numpy as np
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.token_deltas import CUT, ENDS, GOES_ON, TokenDeltas
-from rlhfless_ray.rollout.growable_array import GrowableArray
 from rlhfless_ray.types import UNFINISHED, Completion, Request
 
 NO_ENGINE = -1
@@ -43,8 +42,8 @@ class TokenLog:
         self.requests, self.keeps_kv = requests, keeps_kv
         length, finished, owner = np.zeros(len(requests), np.int64), np.zeros(len(requests), bool), np.full(len(requests), NO_ENGINE)
         prompt = np.array([len(request.token_ids) for request in requests], np.int64)
-        forecast = np.zeros(len(requests)) if expected is None else np.asarray(expected, float)
-        self._columns = [GrowableArray(values) for values in (length, finished, owner, prompt, forecast)]
+        forecast = np.zeros(len(requests)) if expected is None else np.array(expected, float)
+        self._buffers = [length, finished, owner, prompt, forecast]  # each doubles when it is full
         self._update_views()
         self.completions: dict[int, Completion] = {}
         self._pieces: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in requests]
@@ -63,15 +62,17 @@ class TokenLog:
         """Add a request with its forecast tokens under the next key, and return that key."""
         i = len(self.requests)
         self.requests.append(replace(request, key=i))
-        for column, value in zip(self._columns, (0, False, NO_ENGINE, len(request.token_ids), expected), strict=True):
-            column.append(value)
+        if i == len(self._buffers[0]):
+            self._buffers = [np.concatenate([buffer, np.empty(max(16, i), buffer.dtype)]) for buffer in self._buffers]
+        for buffer, value in zip(self._buffers, (0, False, NO_ENGINE, len(request.token_ids), expected), strict=True):
+            buffer[i] = value
         self._update_views()
         self._pieces.append([])
         self._versions.append([])
         return i
 
     def _update_views(self) -> None:
-        self.length, self.finished, self.owner, self.prompt, self.expected = (column.values for column in self._columns)
+        self.length, self.finished, self.owner, self.prompt, self.expected = (buffer[: len(self.requests)] for buffer in self._buffers)
 
     @property
     def missing(self) -> int:

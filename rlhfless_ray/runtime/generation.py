@@ -22,11 +22,11 @@ from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.reward.reward_functions import RewardSource
-from rlhfless_ray.rollout.early_work import EarlyWork
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of, status_written_s
 from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord, recorded_settings
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.step.rollout_batch import RolloutBatch

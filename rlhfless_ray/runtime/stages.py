@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import ray
 
@@ -20,8 +21,8 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.kept_pages import KeptPages
-from rlhfless_ray.rollout.multi_turn import AgentEpisodes
-from rlhfless_ray.rollout.request_source import PlainResponses
+from rlhfless_ray.rollout.multi_turn import agent_episodes
+from rlhfless_ray.rollout.request_source import plain_responses
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
@@ -53,12 +54,13 @@ class Stages:
             context,
             worker_pools.rollout,
             learn.worker_groups,
-            PlainResponses(tokenizer) if agents is None else AgentEpisodes(agents, context.recipe.answer_column),
+            partial(plain_responses, tokenizer) if agents is None else partial(agent_episodes, agents, context.recipe.answer_column),
             weight_bytes,
-            prefix=prefix,
+            carries=prefix is not None and not prefix.blocked,
             drafter=TrainedDrafter(context, worker_pools.drafter) if worker_pools.drafter is not None else None,
             kept=_kept_pages(context.recipe, files) if context.recipe.rollout.partial_kv == "keep" else None,
             on_end_near=score.prepare,
+            on_no_pages=(lambda reason: None) if prefix is None else prefix.block,
         )
         return cls(faults, prefix, rollout, score, learn, agents)
 

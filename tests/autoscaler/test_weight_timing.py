@@ -80,6 +80,7 @@ def test_waits_for_slots_of_other_runs_are_no_part_of_a_pause() -> None:
     recipe, step = measured().recipe, Step(2)
     autoscaler = Autoscaler(recipe, Speed(0.01, 0.0))
     session.context = SimpleNamespace(recipe=recipe, leases=leases, autoscaler=autoscaler, broker=None)
+    session.prefix = None
     session.mode, session.weights, session.step, session.accounted = recipe.rollout.mode, object(), step, lambda name, phase: phase
     session._take_groups = lambda step, samples: samples
 
@@ -139,6 +140,7 @@ def test_runs_whose_waiting_cannot_be_priced_take_weights_at_once(changed: dict,
     monkeypatch.setattr(rollout_session, "WeightTiming", lambda *arguments, can_wait: asked.append(can_wait) or timing(measured()))
     tree = {"prompts": {"task": "chain", "batch_prompts": 8}, "reward": {"function": "task"}, "rollout": ROLLOUT}
     session, recipe = RolloutSession.__new__(RolloutSession), Recipe.parse(tree | changed)
+    session.prefix = None
     session.mode, session.update, session.weights = recipe.rollout.mode, Pending(lambda: None), object()
     session.groups = SimpleNamespace(stale_cost=SimpleNamespace(lags=1.0, per_version=0.1))
     session.context = SimpleNamespace(recipe=recipe, autoscaler=measured(), most_engines=lambda width: 2)

@@ -16,7 +16,7 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.early_work import EarlyWork
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, UpdateStats
 
@@ -186,7 +186,7 @@ def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later(
         one.reward = 0.5
     assert rows_of(learning.advantages(samples)) == [2, 2]
     assert all(one.advantage is not None for one in samples)
-    assert tail.metrics() == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
+    assert tail.report() == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
     worker_group.done = True
     assert learning.done_ahead(wait=True) == ["slot"] and tail.broker.free == ()
 
@@ -261,7 +261,7 @@ def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_
     scoring.answer()
     tail.poll(1.0)
     assert scoring.asked and not worker_group.batches and tail.broker.free == ("slot",) and not tail.wants_slot()
-    assert why in tail.metrics()["overlap/obstacle"]
+    assert why in tail.report()["overlap/obstacle"]
 
 
 PPO = {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1, "place": "reward"}}
@@ -302,7 +302,7 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     assert len(reference.passes) == 2, "what a pass took was measured: it is done in time"
     assert tail.broker.free == () and learning.pending() == ["reference"]
     assert learning.done_ahead(wait=True) == ["slot"]
-    metrics = tail.metrics()
+    metrics = tail.report()
     assert metrics["overlap/reference"] == 4 and metrics["overlap/logprobs"] == 2 and metrics["overlap/values"] == 2
     batch = learning.advantages(samples)
     assert reference.passes[1:] == [("reference", [1, 1]), ("reference", [2, 2])]
@@ -319,7 +319,7 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     again = other.advantages(samples)
     for name in ("advantages", "returns", "old", "values"):
         np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
-    assert "off" in alone.metrics()["overlap/passes_obstacle"]
+    assert "off" in alone.report()["overlap/passes_obstacle"]
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"updates_per_step": 2}])  # gradients, and passes of the learner
@@ -376,7 +376,7 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
     tail.broker.put(["slot"])
     worker_group.dies = worker_group.done = True
     tail.poll(1.0)
-    assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.metrics()["overlap/logprobs"] == 0
+    assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.report()["overlap/logprobs"] == 0
     batch = learning.advantages(samples)
     assert batch.old is None and batch.reference is None, "nothing was passed over ahead: the update does so itself"
     worker_group.dies = False
@@ -426,7 +426,7 @@ def test_the_passes_that_an_update_begins_with(algorithm: dict[str, Any], learne
 def test_groups_that_may_be_dropped_are_not_passed_over_ahead() -> None:
     tail, *_ = parts(algorithm={"updates_per_step": 2, "filter_range": [0.1, 0.9]})
     ended(tail, range(4))
-    assert not tail.wants_slot() and "filter_range" in tail.metrics()["overlap/passes_obstacle"]
+    assert not tail.wants_slot() and "filter_range" in tail.report()["overlap/passes_obstacle"]
 
 
 def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_has_ended() -> None:
@@ -457,7 +457,7 @@ def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_ha
     tail.poll(0.0)
     tail.finish()
     assert learner.working and tail.broker.free == ("engine's",) and critic.passes == reference.passes == []
-    assert tail.metrics()["overlap/logprobs"] == 2 and tail.metrics()["overlap/passes_obstacle"] == ""
+    assert tail.report()["overlap/logprobs"] == 2 and tail.report()["overlap/passes_obstacle"] == ""
     for one in samples:
         one.reward = 1.0
     batch = learning.advantages(samples)

@@ -50,7 +50,7 @@ class Rollout:
     """What it needs of a LiveRollout: engines 0, 1, … with so many requests each."""
 
     def __init__(self, owed: list[int]) -> None:
-        self.stopping, self.owed, self.tail, self.settings = False, owed, 100.0, SimpleNamespace(start_s=15.0)
+        self.stopping, self.owed, self.tail, self.start_s = False, owed, 100.0, 15.0
         self.pool = SimpleNamespace(kind="rollout", labels={}, working=[Engine(n) for n in range(len(owed))], count_warm=self.count_warm)
         self.warm: set[str] = set()  # devices of parked engines
         self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)

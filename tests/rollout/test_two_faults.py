@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,10 +15,11 @@ from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import NoRoom, WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.early_work import EarlyWork
 from rlhfless_ray.rollout.evacuation import Evacuation
 from rlhfless_ray.rollout.live_rollout import Plugin
-from rlhfless_ray.rollout.migration_policy import MigrationRequest
+from rlhfless_ray.rollout.migration import Migration
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.types import Request, WeightVersion
 from tests.rollout_drivers import driver_of
 
@@ -80,10 +80,10 @@ class Pool:
         self.log.append("prewarmed")
 
 
-def rollout_on(pool: Any, requests: int, start_s: float = math.inf, weights: WeightVersion = WEIGHTS, **more: Any) -> RolloutDriver:
+def rollout_on(pool: Any, requests: int, weights: WeightVersion = WEIGHTS, **more: Any) -> RolloutDriver:
     """Return a driver with engines that have no request yet."""
     asked = [Request(key, (1, 2), key, 1000, 1.0) for key in range(requests)]
-    driver = driver_of(pool, asked, weights, expected=1000.0, start_s=start_s, **more)
+    driver = driver_of(pool, asked, weights, expected=1000.0, **more)
     driver.rollout.begin()
     return driver
 
@@ -99,7 +99,7 @@ class Early(EarlyWork):
 def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_work(draining: set[str], log: list[str]) -> None:
     """Its lease goes with the node: to wait for another one, while the run itself may hold all there are, would end the run."""
     pool = Pool(["a", "b"], draining)
-    rollout = rollout_on(pool, 2, start_s=-1.0)
+    rollout = rollout_on(pool, 2, plugins=[Migration(MigrationPolicy("auto", 0.7), start_s=-1.0)])
     first, second = (rollout.calls.number(engine) for engine in pool.working)
     rollout.source.assign(first, np.array([0]))
     rollout.source.assign(second, np.array([1]))
@@ -146,7 +146,7 @@ def test_requests_of_the_last_working_engine_go_to_one_that_is_starting(monkeypa
 
 def test_slots_that_engines_left_are_released_before_a_successor_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept for the next phase or at work for it, and one of them may be the only slot that is left."""
-    monkeypatch.setattr("rlhfless_ray.rollout.early_work.wait_any", lambda refs, *_, **how: refs)
+    monkeypatch.setattr("rlhfless_ray.session.early_work.wait_any", lambda refs, *_, **how: refs)
     pool, at_work = Pool(["a"], set()), ["scoring", "a pass"]
 
     def poll(seconds: float) -> None:

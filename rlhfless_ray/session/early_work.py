@@ -7,16 +7,17 @@ of complete, scored groups are accumulated if that is exact (`learn/overlap_rule
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rlhfless_ray.common.deadlines import wait_any
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.events import Event, RolloutProgress, RoomNeeded, SamplesMade
 from rlhfless_ray.rollout.live_rollout import Plugin
-from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import Sample, SampleId
@@ -28,8 +29,8 @@ LOOK_S = 1.0  # longest time between two looks at work: its own deadlines need t
 class EarlyWork(Plugin):
     def __init__(
         self,
-        scoring: EarlyScoring,
-        learning: EarlyLearning,
+        scoring: ScoreStage,
+        learning: LearnStage,
         broker: SlotBroker,
         batch: RolloutBatch,
         *,
@@ -65,7 +66,7 @@ class EarlyWork(Plugin):
     def on_event(self, event: Event) -> None:
         if isinstance(event, SamplesMade):
             self.add_samples(event.samples)
-        elif isinstance(event, RolloutProgress) and self.rollout.source.has_work:
+        elif isinstance(event, RolloutProgress) and self.rollout.source.has_work():
             self.poll(self.rollout.tail_s())
             if (free := len(self.broker.free)) and self.rollout.decide_lease(free).action == "Release":
                 self.broker.release()
@@ -185,8 +186,9 @@ class EarlyWork(Plugin):
         for drafter in self.drafters:
             self.broker.put(drafter.finish())
 
-    def metrics(self, before: Mapping[str, Any] = {}) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
+        """Return the step's metrics of this work."""
         counts = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
-        for part in (self.learning.passes, *self.drafters):
-            counts |= part.metrics()
-        return counts
+        for drafter in self.drafters:
+            counts |= drafter.metrics()
+        return counts | self.learning.passes.metrics()
