@@ -139,7 +139,8 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
             sizes = [context] * longs + [32] * (2 * others)
             requests = [Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)]
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
-            source = PlainRequests(WantedResponses(requests, [], np.full(len(sizes), float(tokens)), 1))
+            source = PlainRequests(None, WantedResponses(requests, [], np.full(len(sizes), float(tokens)), 1))
+            source.samples.add = lambda ended: []  # type: ignore[method-assign]  # there are no prompts
             driving = DriverSettings(0.05, 60.0, IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None))
             moves = Migration(Shuttle(longs))  # type: ignore[arg-type]
             driver = RolloutDriver(pool, source, version, driving, plugins=[moves])

@@ -47,7 +47,8 @@ def driver_of(
     """Return a driver. `source`: a list are plain requests with `expected` tokens. The others are `DriverSettings`."""
     if isinstance(source, list):
         lengths = np.broadcast_to(np.asarray(expected, float), len(source)).copy()
-        source = PlainRequests(WantedResponses(source, [], lengths, weights.version))
+        source = PlainRequests(None, WantedResponses(source, [], lengths, weights.version))
+        source.samples.add = lambda ended: []  # type: ignore[method-assign]  # without prompts
     moves = [] if migration is None else [Migration(migration)]
     idle = IdleEngines(needed_next, decide, give_back)
     given = [Watch(on_progress), *plugins, Evacuation(), *moves]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless_ray.agent.messages import EpisodeEnd
 from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.rollout.engine_calls import EngineCall
 from rlhfless_ray.rollout.inflight_migrations import MigrationStats
-from rlhfless_ray.types import Completion, Sample
+from rlhfless_ray.types import Sample
 
 
 @dataclass(frozen=True)
@@ -25,15 +24,8 @@ class TokensArrived:
 
 
 @dataclass(frozen=True)
-class ResponsesEnded:
-    """Responses, or an agent's episodes, have ended."""
-
-    ended: Sequence[Completion | EpisodeEnd]
-
-
-@dataclass(frozen=True)
 class SamplesMade:
-    """Ended responses have become samples."""
+    """Responses, or an agent's episodes, have ended and become samples."""
 
     samples: list[Sample]
 
@@ -58,4 +50,4 @@ class RolloutEnded:
     """No engine works on the rollout any more."""
 
 
-Event = TokensArrived | ResponsesEnded | SamplesMade | RolloutProgress | RoomNeeded | RolloutEnded
+Event = TokensArrived | SamplesMade | RolloutProgress | RoomNeeded | RolloutEnded

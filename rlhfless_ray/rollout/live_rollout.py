@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from placement.scaling.resize_policy import Decision
+from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
@@ -22,6 +23,7 @@ from rlhfless_ray.rollout.engine_calls import Attached, EngineCalls
 from rlhfless_ray.rollout.events import Event
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
 from rlhfless_ray.rollout.rollout_result import RolloutResult
+from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, EngineStep, Request, WeightVersion
 
@@ -120,9 +122,11 @@ class RequestSource(Plugin):
         token_log: the record of the requests.
         total: number of all responses.
         ended: keys of the finished responses, in the order of completion.
+        samples: what the responses become once they end.
     """
 
     token_log: TokenLog
+    samples: ResponseSamples | EpisodeSamples
     total: int
     ended: Collection[int]
 

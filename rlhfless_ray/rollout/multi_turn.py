@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,28 +19,23 @@ from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.agent.messages import Drawn, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.agent.unfinished_episode import replies_of, unfinished_episode, versions_of_turns
-from rlhfless_ray.rollout.events import Event, ResponsesEnded, RolloutProgress
-from rlhfless_ray.rollout.listener import Samples
+from rlhfless_ray.rollout.events import Event, RolloutProgress, SamplesMade
 from rlhfless_ray.rollout.live_rollout import RequestSource
 from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.rollout.token_log import OUTLIVES, TokenLog
 from rlhfless_ray.types import UNFINISHED, Completion
 
 
-def agent_episodes(agents: AgentProcesses, answer_column: str, wanted: WantedResponses) -> tuple[RequestSource, Samples]:
-    """Return the source of a rollout whose responses are agents' episodes, and its samples."""
-    samples = EpisodeSamples(wanted.requests, wanted.prompts, wanted.version)
-    prompts = [samples.prompts[request.id.row] for request in wanted.requests]
-    labels = [(prompt.text, prompt.row.get(answer_column, "") if answer_column else "") for prompt in prompts]
-    return EpisodeTurns(agents, labels, wanted), samples
-
-
 class EpisodeTurns(RequestSource):
     """Turns of agents' episodes. The token log has a request for each turn. Turns are never moved."""
 
-    def __init__(self, agents: AgentProcesses, labels: Sequence[tuple[str, Any]], wanted: WantedResponses) -> None:
-        """`labels`: prompt and label of each episode. The wanted requests are the episodes: each turn determines its token ids."""
+    samples: EpisodeSamples
+
+    def __init__(self, agents: AgentProcesses, answer_column: str, wanted: WantedResponses) -> None:
+        """`answer_column`: of an episode's label, or "". The wanted requests are the episodes: each turn determines its token ids."""
         requests, before = wanted.requests, wanted.before
+        self.samples = EpisodeSamples(requests, wanted.prompts, wanted.version)
+        prompts = [self.samples.prompts[request.id.row] for request in requests]
         self.token_log, self.total = TokenLog([]), len(requests)
         self.agents, self.episodes, self.tokens = agents, requests, wanted.expected
         self.version, self.cuts = wanted.version, wanted.cuts
@@ -51,8 +46,8 @@ class EpisodeTurns(RequestSource):
         self.openings = [
             EpisodeStart(
                 request.key,
-                prompt,
-                label,
+                prompt.text,
+                prompt.row.get(answer_column, "") if answer_column else "",
                 request.temperature,
                 request.top_p,
                 request.top_k,
@@ -60,7 +55,7 @@ class EpisodeTurns(RequestSource):
                 request.min_tokens,
                 earlier.get(request.key, ()),
             )
-            for request, (prompt, label) in zip(requests, labels, strict=True)
+            for request, prompt in zip(requests, prompts, strict=True)
             if not self.is_over[request.key]
         ]
         agents.take_over(self.openings)  # now, because a rollout with enough complete groups ends before its episodes begin
@@ -110,7 +105,8 @@ class EpisodeTurns(RequestSource):
         return tuple((context, reply, version) for (context, reply), version in zip(replies, versions, strict=True))
 
     def metrics(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        return {"agent/cut_tokens": self.cut_tokens + before.get("agent/cut_tokens", 0)} if self.cuts else {}
+        cut = {"agent/cut_tokens": self.cut_tokens + before.get("agent/cut_tokens", 0)} if self.cuts else {}
+        return self.samples.metrics() | cut
 
     # ---- turns ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +127,7 @@ class EpisodeTurns(RequestSource):
         if isinstance(happened, EpisodeEnd):
             self.is_over[happened.key] = True
             self.ended.append(happened.key)
-            self.rollout.emit(ResponsesEnded([replace(happened, drawn=self._drawn_by(happened.key))]))
+            self.rollout.emit(SamplesMade(self.samples.add([replace(happened, drawn=self._drawn_by(happened.key))])))
             for number in range(len(self.rollout.calls.engines)):  # an engine without unfinished episodes gets no more turns
                 self.rollout.drain_if_idle(number)
             return

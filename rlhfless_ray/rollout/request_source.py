@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.rollout.events import ResponsesEnded
-from rlhfless_ray.rollout.listener import Samples
+from rlhfless_ray.rollout.events import SamplesMade
 from rlhfless_ray.rollout.live_rollout import RequestSource
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.token_log import TokenLog
@@ -39,13 +38,11 @@ class WantedResponses:
     keeps_kv: bool = False
 
 
-def plain_responses(tokenizer: Any, wanted: WantedResponses) -> tuple[RequestSource, Samples]:
-    """Return the source of a rollout whose responses are one request each, and its samples."""
-    return PlainRequests(wanted), ResponseSamples(wanted.requests, wanted.prompts, tokenizer)
-
-
 class PlainRequests(RequestSource):
-    def __init__(self, wanted: WantedResponses) -> None:
+    samples: ResponseSamples
+
+    def __init__(self, tokenizer: Any, wanted: WantedResponses) -> None:
+        self.samples = ResponseSamples(wanted.requests, wanted.prompts, tokenizer)
         self.token_log = TokenLog(wanted.requests, wanted.before, wanted.keeps_kv, wanted.expected)
         self.total, self.version, self.ended = len(wanted.requests), wanted.version, self.token_log.completions
 
@@ -59,7 +56,7 @@ class PlainRequests(RequestSource):
         self.rollout.calls.send(number, share)
 
     def complete(self, keys: list[int]) -> None:
-        self.rollout.emit(ResponsesEnded([self.token_log.completions[key] for key in keys]))
+        self.rollout.emit(SamplesMade(self.samples.add(self.token_log.completions[key] for key in keys)))
 
     def left(self) -> np.ndarray:
         return self.token_log.left()

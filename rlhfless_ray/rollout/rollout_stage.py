@@ -22,7 +22,7 @@ from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.evacuation import Evacuation
 from rlhfless_ray.rollout.kept_pages import KeptPages
-from rlhfless_ray.rollout.listener import OnSamples, RolloutListener, Samples
+from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, IdleEngines, LiveRollout, Plugin, RequestSource, cut_without_pages
 from rlhfless_ray.rollout.migration import Migration
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
@@ -48,7 +48,7 @@ class RolloutStage:
         context: RunContext,
         pool: WorkerPool,
         publisher: ColocatedGroups,
-        responses: Callable[[WantedResponses], tuple[RequestSource, Samples]],
+        make_source: Callable[[WantedResponses], RequestSource],
         weight_bytes: int,
         *,
         carries: bool = False,
@@ -61,7 +61,7 @@ class RolloutStage:
 
         Args:
             publisher: the learner, which publishes the weights and needs the slots next.
-            responses: returns the source of a rollout's requests, and the samples of its responses.
+            make_source: returns the source of a rollout's requests.
             carries: whether engines can copy KV pages.
             drafter: a draft model that is trained on the responses.
             kept: KV pages of responses that continue in the next step.
@@ -70,7 +70,7 @@ class RolloutStage:
         """
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
         self.on_no_pages = on_no_pages
-        self.responses, self.weight_bytes = responses, weight_bytes
+        self.make_source, self.weight_bytes = make_source, weight_bytes
         self.began_s = 0.0
         self.restart_s: float | None = None  # time of the last rollout besides decoding and loading; None after a cold start
         self.idle_s: Callable[[float], float] | None = None  # beside an update, see `phase`
@@ -245,13 +245,12 @@ class RolloutStage:
         wanted = WantedResponses(
             requests, step.prompts, lengths.mean(1), weights.version, batch.before(), batch.cuts, self.kept is not None
         )
-        source, samples = self.responses(wanted)
-        listener = RolloutListener(samples, on_samples, self._on_progress)
+        source, listener = self.make_source(wanted), RolloutListener(self._on_progress, on_samples)
         ending = Ending(lambda rollout: batch.is_enough(source.ended) or until(rollout), batch.until_enough, self.cuts)
         driver = self._driver(source, weights, [listener, *self.of_all, *self.of_steps, Evacuation(), *self._moves(), *plugins], ending)
         result = self._run(driver, shares)
         step.metrics |= driver.rollout.metrics(step.metrics) | self.traffic.metrics(weights, self.publisher.complete_nodes)
-        return batch.join(samples.all(), result.unfinished)
+        return batch.join(source.samples.all(), result.unfinished)
 
     def _begin_moves(self, lengths: np.ndarray) -> None:
         """Prepare the migration policy. `lengths`: (n, S) draws of the responses' lengths."""
@@ -268,12 +267,11 @@ class RolloutStage:
         requests = make_evaluation_requests(context.recipe, prompts, settings)
         prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in settings])
         expected = context.autoscaler.expected(prompts)[prompt_of]
-        source, samples = self.responses(WantedResponses(requests, prompts, expected, weights.version))
-        listener = RolloutListener(samples, on_progress=self._on_progress)
-        driver = self._driver(source, weights, [listener, *self.of_all, Evacuation()])
+        source = self.make_source(WantedResponses(requests, prompts, expected, weights.version))
+        driver = self._driver(source, weights, [RolloutListener(self._on_progress), *self.of_all, Evacuation()])
         self._run(driver, assign_groups(expected, prompt_of, len(self.pool.working)))
         context.broker.put(self._park())
-        return samples.all()
+        return source.samples.all()
 
     def _driver(self, source: RequestSource, weights: WeightVersion, plugins: list[Plugin], ending: Ending = Ending()) -> RolloutDriver:  # noqa: B008
         rollout = self.context.recipe.rollout

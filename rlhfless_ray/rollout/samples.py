@@ -29,6 +29,3 @@ class ResponseSamples:
     def all(self) -> list[Sample]:
         """Return all samples in the order of their requests."""
         return [self.made[key] for key in sorted(self.made)]
-
-    def metrics(self) -> dict[str, Any]:
-        return {}

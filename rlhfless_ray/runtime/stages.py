@@ -21,8 +21,8 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.kept_pages import KeptPages
-from rlhfless_ray.rollout.multi_turn import agent_episodes
-from rlhfless_ray.rollout.request_source import plain_responses
+from rlhfless_ray.rollout.multi_turn import EpisodeTurns
+from rlhfless_ray.rollout.request_source import PlainRequests
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
@@ -54,7 +54,7 @@ class Stages:
             context,
             worker_pools.rollout,
             learn.worker_groups,
-            partial(plain_responses, tokenizer) if agents is None else partial(agent_episodes, agents, context.recipe.answer_column),
+            partial(PlainRequests, tokenizer) if agents is None else partial(EpisodeTurns, agents, context.recipe.answer_column),
             weight_bytes,
             carries=prefix is not None and not prefix.blocked,
             drafter=TrainedDrafter(context, worker_pools.drafter) if worker_pools.drafter is not None else None,

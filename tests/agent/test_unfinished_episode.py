@@ -20,7 +20,7 @@ from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, IdleEngine
 from rlhfless_ray.rollout.multi_turn import EpisodeTurns
 from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.session.sample_state import as_json, from_json
-from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, SampleId, WeightVersion
+from rlhfless_ray.types import UNFINISHED, UNNAMED, Completion, Prompt, Request, Sample, SampleId, WeightVersion
 
 pytestmark = pytest.mark.pure
 
@@ -65,7 +65,9 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
     complete = Completion(0, np.array([3], np.int32), np.zeros(1, np.float32), "stop", 3)
     begun = unfinished_episode(1, (FIRST,), newest=3)
     requests = [Request(key, (1, 2), key, 8, 1.0) for key in range(3)]
-    source = EpisodeTurns(agents, [("", "")] * 3, WantedResponses(requests, [], np.full(3, 9.0), 4, {0: complete, 1: begun}, cuts=True))
+    source = EpisodeTurns(
+        agents, "", WantedResponses(requests, [Prompt(UNNAMED.row, "", (1, 2))], np.full(3, 9.0), 4, {0: complete, 1: begun}, cuts=True)
+    )
     settings = DriverSettings(1.0, 1.0, IdleEngines(1, lambda tail_s, needed: Hold(1, ""), lambda *_: None))
     pool: Any = SimpleNamespace(working=[None])
     rollout = RolloutDriver(pool, source, WeightVersion(4, ()), settings, Ending(lambda rollout: len(source.ended) >= 1))

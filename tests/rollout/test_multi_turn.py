@@ -16,13 +16,11 @@ from asking import SETTINGS, weights_of
 
 from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
-from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
 from rlhfless_ray.weights.model_folder import without_weights
@@ -115,13 +113,12 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         tokenizer = _tokenizer(files)
         prompts = [Prompt(k, r["prompt"], tuple(tokenizer(r["prompt"])["input_ids"])) for k, r in enumerate(rows)]
         requests = [replace(one, **sampling) for one in step_requests(RECIPE, 3, prompts)]
-        asked = [(prompts[r.key // COUNT].text, (labels or [""] * 8)[r.key]) for r in requests]
-        samples = EpisodeSamples(requests, prompts, 1)
-        source = EpisodeTurns(agents, asked, WantedResponses(requests, prompts, np.full(8, 24.0), 1))
-        plugins = [RolloutListener(samples, on_progress=on_progress), SharedDrafts()]
-        driver = driver_of(pool, source, version, needed_next=2, plugins=plugins, interval_s=0.05, silence_s=120.0)
+        source = EpisodeTurns(agents, "", WantedResponses(requests, prompts, np.full(8, 24.0), 1))
+        source.openings = [replace(start, label=(labels or [""] * 8)[start.key]) for start in source.openings]
+        options: dict[str, Any] = {"needed_next": 2, "plugins": [SharedDrafts()], "interval_s": 0.05, "silence_s": 120.0}
+        driver = driver_of(pool, source, version, on_progress=on_progress, **options)
         driver.run([np.array(s) for s in shares], deadline_s=300.0)
-        return samples.all()
+        return source.samples.all()
 
     yield run
     agents.close()
