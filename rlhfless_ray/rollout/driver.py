@@ -102,7 +102,7 @@ class RolloutDriver:
                 elif ready in of_plugins:
                     of_plugins[ready].receive(ready)
             rollout.migrations.poll()
-            self.lost.remove_silent()
+            self.lost.look()
             self._stop_if_enough()
             rollout.emit(RolloutProgress(len(self.source.ended), self.source.total))
 

@@ -19,6 +19,8 @@ class Evacuation(Plugin):
         """Look for drained nodes, and move the requests of their engines."""
         rollout, pool, calls = self.rollout, self.rollout.pool, self.rollout.calls
         calls.draining = pool.leases.nodes.draining()
+        if not calls.draining:
+            return
         leaving = [instance for instance in pool.working if instance.slot.node in calls.draining]
         if not leaving:
             return

@@ -16,7 +16,8 @@ from rlhfless_ray.rollout.engine_calls import EngineCall
 from rlhfless_ray.rollout.events import RoomNeeded
 from rlhfless_ray.rollout.live_rollout import LiveRollout
 
-LOOK_S = 1.0  # interval at which the driver looks for silent engines
+LOOK_S = 1.0  # longest time between two looks for silent engines
+PAUSE_S = 0.1  # shortest time: a look visits every engine, but most reports come from one of them
 SILENT_S = 3.0  # silence after which an engine's node is probed
 
 
@@ -24,6 +25,11 @@ class LostEngines:
     def __init__(self, rollout: LiveRollout) -> None:
         self.rollout, self.pool, self.calls, self.token_log = rollout, rollout.pool, rollout.calls, rollout.token_log
         self.looked_s, self.probed_s = time.monotonic(), time.monotonic()
+
+    def look(self) -> None:
+        """Replace silent engines, unless the last look was just now."""
+        if time.monotonic() - self.looked_s >= PAUSE_S:
+            self.remove_silent()
 
     def remove_silent(self) -> None:
         """Replace engines that do not report although Ray considers their processes alive.
