@@ -104,7 +104,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.rollout.driver import RolloutDriver
-    from rlhfless_ray.rollout.live_rollout import DriverSettings, IdleEngines
+    from rlhfless_ray.rollout.live_rollout import DriverSettings
     from rlhfless_ray.rollout.migration import Migration
     from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
     from rlhfless_ray.types import Request, WeightVersion
@@ -141,7 +141,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
             source = PlainRequests(None, WantedResponses(requests, [], np.full(len(sizes), float(tokens)), 1))
             source.samples.add = lambda ended: []  # type: ignore[method-assign]  # there are no prompts
-            driving = DriverSettings(0.05, 60.0, IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None))
+            driving = DriverSettings(0.05, 60.0, 2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None)
             moves = Migration(Shuttle(longs))  # type: ignore[arg-type]
             driver = RolloutDriver(pool, source, version, driving, plugins=[moves])
             stream = driver.run(shares, deadline_s=600.0)

@@ -9,9 +9,8 @@ import numpy as np
 
 from placement.scaling.resize_policy import Decision, Hold
 from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.evacuation import Evacuation
 from rlhfless_ray.rollout.events import Event, RolloutProgress
-from rlhfless_ray.rollout.live_rollout import DriverSettings, IdleEngines, Plugin, RequestSource
+from rlhfless_ray.rollout.live_rollout import DriverSettings, Plugin, RequestSource
 from rlhfless_ray.rollout.migration import Migration
 from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
 from rlhfless_ray.types import Request, WeightVersion
@@ -50,6 +49,5 @@ def driver_of(
         source = PlainRequests(None, WantedResponses(source, [], lengths, weights.version))
         source.samples.add = lambda ended: []  # type: ignore[method-assign]  # without prompts
     moves = [] if migration is None else [Migration(migration)]
-    idle = IdleEngines(needed_next, decide, give_back)
-    given = [Watch(on_progress), *plugins, Evacuation(), *moves]
-    return RolloutDriver(pool, source, weights, DriverSettings(interval_s, silence_s, idle, waits), plugins=given)
+    settings = DriverSettings(interval_s, silence_s, needed_next, decide, give_back, waits=waits)
+    return RolloutDriver(pool, source, weights, settings, plugins=[Watch(on_progress), *plugins, *moves])

@@ -41,10 +41,11 @@ class RolloutDriver:
         ending: Ending = Ending(),  # noqa: B008  # frozen
         plugins: Sequence[Plugin] = (),
     ) -> None:
-        """`plugins`: they hear of events in this order, after the source."""
-        self.rollout = LiveRollout(pool, source, weights, settings, ending, plugins)
+        """`plugins`: they hear of events in this order, after the source and `LostEngines`."""
+        self.rollout = LiveRollout(pool, source, weights, settings, ending)
         self.source, self.calls, self.token_log = source, self.rollout.calls, self.rollout.token_log
         self.lost = LostEngines(self.rollout)
+        self.rollout.plugins = (source, self.lost, *plugins)
         self.reloaded: set[int] = set()  # engines that loaded the copy of the weights
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> RolloutResult:
@@ -88,7 +89,7 @@ class RolloutDriver:
             self.source.assign(self.calls.number(instance), np.asarray(share))
         for instance in instances[len(shares) :]:
             self.calls.number(instance)
-            rollout.settings.idle.give_back(instance, Release(0, "the plan assigns no requests to it"))
+            rollout.settings.give_back(instance, Release(0, "the plan assigns no requests to it"))
         self.source.start()
 
     def _loop(self, deadline_s: float) -> None:
@@ -102,7 +103,6 @@ class RolloutDriver:
                 elif ready in of_plugins:
                     of_plugins[ready].receive(ready)
             rollout.migrations.poll()
-            self.lost.look()
             self._stop_if_enough()
             rollout.emit(RolloutProgress(len(self.source.ended), self.source.total))
 

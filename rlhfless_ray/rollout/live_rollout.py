@@ -29,35 +29,25 @@ from rlhfless_ray.types import Completion, EngineStep, Request, WeightVersion
 
 
 @dataclass(frozen=True)
-class IdleEngines:
-    """What becomes of engines without work.
-
-    Attributes:
-        needed_next: number of slots that the next phase needs.
-        decide: decides about the lease of such an engine, from the seconds until the rollout ends and whether the next phase needs it.
-        give_back: carries out that decision.
-        park: parks an engine and returns its leases.
-    """
-
-    needed_next: int
-    decide: Callable[[float, bool], Decision]
-    give_back: Callable[[Instance, Decision], None]
-    park: Callable[[Instance], list[Lease]] = lambda instance: []
-
-
-@dataclass(frozen=True)
 class DriverSettings:
-    """Times of a driver, and what it does with idle engines.
+    """Times of a driver, and what becomes of engines without work.
 
     Attributes:
         interval_s: interval at which engines stream new tokens.
         silence_s: a started engine without a report for this long is considered hung.
+        needed_next: number of slots that the next phase needs.
+        decide: decides about the lease of an idle engine, from the seconds until the rollout ends and whether the next phase needs it.
+        give_back: carries out that decision.
+        park: parks an engine and returns its leases.
         waits: whether it waits for a slot if all engines are lost. Beside an update the learner may hold the last one: it raises NoRoom.
     """
 
     interval_s: float
     silence_s: float
-    idle: IdleEngines
+    needed_next: int
+    decide: Callable[[float, bool], Decision]
+    give_back: Callable[[Instance, Decision], None]
+    park: Callable[[Instance], list[Lease]] = lambda instance: []
     waits: bool = True
 
 
@@ -104,7 +94,7 @@ class Plugin:
         return {}
 
     def take(self, number: int, instance: Instance) -> bool:
-        """Take over an engine without work, and return whether it did. Otherwise `IdleEngines` decides about it."""
+        """Take over an engine without work, and return whether it did. Otherwise `DriverSettings.decide` is asked."""
         return False
 
     def metrics(self, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,17 +158,9 @@ class RequestSource(Plugin):
 class LiveRollout:
     """The requests, engines and moves of a rollout, which its driver and its plugins share."""
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        source: RequestSource,
-        weights: WeightVersion,
-        settings: DriverSettings,
-        ending: Ending,
-        plugins: Sequence[Plugin],
-    ) -> None:
+    def __init__(self, pool: WorkerPool, source: RequestSource, weights: WeightVersion, settings: DriverSettings, ending: Ending) -> None:
         self.pool, self.source, self.weights, self.settings, self.ending = pool, source, weights, settings, ending
-        self.plugins: tuple[Plugin, ...] = (source, *plugins)
+        self.plugins: tuple[Plugin, ...] = (source,)
         self.token_log = source.token_log
         self.calls = EngineCalls(pool, self.token_log, settings.interval_s, self._attach)
         self.migrations = InflightMigrations(self.calls, self.token_log)
@@ -233,8 +215,8 @@ class LiveRollout:
 
     def decide_lease(self, others: int = 0) -> Decision:
         """Decide about a lease without work. `others`: number of leases that no engine holds."""
-        idle = self.settings.idle
-        return idle.decide(self.tail_s(), self.pool.width * len(self.pool.working) + others <= idle.needed_next)
+        held = self.pool.width * len(self.pool.working) + others
+        return self.settings.decide(self.tail_s(), held <= self.settings.needed_next)
 
     def drain_if_idle(self, number: int) -> None:
         """Give an engine back if it has no work and no request is moving to it, while others work."""
@@ -244,7 +226,7 @@ class LiveRollout:
         if instance not in self.pool.working or self.migrations.is_target(number):
             return
         if not any(plugin.take(number, instance) for plugin in self.plugins):
-            self.settings.idle.give_back(instance, self.decide_lease())
+            self.settings.give_back(instance, self.decide_lease())
 
     def cancel_moves(self, keys: list[int]) -> None:
         """Cancel the moves of these requests, and drain target engines that are idle now."""

@@ -1,4 +1,4 @@
-"""Engines of a rollout that die, hang, or are on a lost node: their requests continue on other engines."""
+"""Engines of a rollout that die or hang, or whose node is lost or drained: their requests continue on other engines."""
 
 from __future__ import annotations
 
@@ -10,26 +10,55 @@ import ray
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.fetch_weights import fetch_weights
-from rlhfless_ray.functions.instance import raised_at_start, reason_of
-from rlhfless_ray.functions.worker_pool import NoRoom
+from rlhfless_ray.functions.instance import Instance, raised_at_start, reason_of
+from rlhfless_ray.functions.worker_pool import GRANT_S, NoRoom
 from rlhfless_ray.rollout.engine_calls import EngineCall
-from rlhfless_ray.rollout.events import RoomNeeded
-from rlhfless_ray.rollout.live_rollout import LiveRollout
+from rlhfless_ray.rollout.events import Event, RolloutProgress, RoomNeeded
+from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 
 LOOK_S = 1.0  # longest time between two looks for silent engines
 PAUSE_S = 0.1  # shortest time: a look visits every engine, but most reports come from one of them
 SILENT_S = 3.0  # silence after which an engine's node is probed
 
 
-class LostEngines:
+class LostEngines(Plugin):
+    """The driver's own plugin, which every rollout has."""
+
     def __init__(self, rollout: LiveRollout) -> None:
         self.rollout, self.pool, self.calls, self.token_log = rollout, rollout.pool, rollout.calls, rollout.token_log
         self.looked_s, self.probed_s = time.monotonic(), time.monotonic()
 
-    def look(self) -> None:
-        """Replace silent engines, unless the last look was just now."""
-        if time.monotonic() - self.looked_s >= PAUSE_S:
-            self.remove_silent()
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, RolloutProgress):
+            if time.monotonic() - self.looked_s >= PAUSE_S:
+                self.remove_silent()
+            if not self.rollout.stopping:
+                self.evacuate()
+
+    def take(self, number: int, instance: Instance) -> bool:
+        if instance.slot.node not in self.calls.draining:
+            return False
+        self.pool.leave(instance)
+        return True
+
+    # ---- drained nodes --------------------------------------------------------------------------------------------
+
+    def evacuate(self) -> None:
+        """Move requests off engines whose nodes are drained. An engine leaves once it has no request left.
+
+        If all engines are on such nodes, a new engine is started while they still work.
+        """
+        self.calls.draining = self.pool.leases.nodes.draining()
+        if not self.calls.draining:
+            return
+        leaving = [instance for instance in self.pool.working if instance.slot.node in self.calls.draining]
+        if leaving and len(leaving) == len(self.pool.working):
+            took = self.pool.lease_one(need=False, wait_s=GRANT_S)
+            if took := self.pool.leases.without_lost(took):
+                self.rollout.join(took)
+        self.rollout.evacuate(leaving, self.calls.staying(), "the node is drained")
+
+    # ---- silent engines -------------------------------------------------------------------------------------------
 
     def remove_silent(self) -> None:
         """Replace engines that do not report although Ray considers their processes alive.
@@ -59,6 +88,8 @@ class LostEngines:
         self.probed_s = now
         silent = {call.instance.slot.node for call in self.calls.running.values() if now - call.heard_s > SILENT_S}
         return {node for node in silent if self.pool.leases.nodes.confirm_lost(node)}
+
+    # ---- lost engines ---------------------------------------------------------------------------------------------
 
     def handle_death(self, call: EngineCall, error: Exception) -> None:
         """Handle the death of an engine's process. Raises RunError if its constructor raised: the next process would raise too."""

@@ -36,6 +36,7 @@ class EpisodeTurns(RequestSource):
         requests, before = wanted.requests, wanted.before
         self.samples = EpisodeSamples(requests, wanted.prompts, wanted.version)
         prompts = [self.samples.prompts[request.id.row] for request in requests]
+        labels = [prompt.row.get(answer_column, "") if answer_column else "" for prompt in prompts]
         self.token_log, self.total = TokenLog([]), len(requests)
         self.agents, self.episodes, self.tokens = agents, requests, wanted.expected
         self.version, self.cuts = wanted.version, wanted.cuts
@@ -45,18 +46,10 @@ class EpisodeTurns(RequestSource):
         earlier = {key: replies_of(completion) for key, completion in before.items()}
         self.openings = [
             EpisodeStart(
-                request.key,
-                prompt.text,
-                prompt.row.get(answer_column, "") if answer_column else "",
-                request.temperature,
-                request.top_p,
-                request.top_k,
-                request.stop,
-                request.min_tokens,
-                earlier.get(request.key, ()),
+                one.key, prompt.text, label, one.temperature, one.top_p, one.top_k, one.stop, one.min_tokens, earlier.get(one.key, ())
             )
-            for request, prompt in zip(requests, prompts, strict=True)
-            if not self.is_over[request.key]
+            for one, prompt, label in zip(requests, prompts, labels, strict=True)
+            if not self.is_over[one.key]
         ]
         agents.take_over(self.openings)  # now, because a rollout with enough complete groups ends before its episodes begin
         self.versions = {key: list(versions_of_turns(completion)) for key, completion in before.items()}  # of the turns so far, by key

@@ -20,10 +20,9 @@ from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.evacuation import Evacuation
 from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
-from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, IdleEngines, LiveRollout, Plugin, RequestSource, cut_without_pages
+from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin, RequestSource, cut_without_pages
 from rlhfless_ray.rollout.migration import Migration
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.request_source import WantedResponses
@@ -92,7 +91,7 @@ class RolloutStage:
 
     def assign_prompts(self, step: Step) -> list[np.ndarray]:
         """Return the positions of the prompts that the plan assigns to each engine."""
-        return self._prompts(self._shares(step, step.plan.actors))
+        return [share // step.batch.count for share in self._shares(step, step.plan.actors)]
 
     def begin(self, step: Step, weights: WeightVersion) -> None:
         """Start engines of a planned step before its phase: they take free leases and load the weights.
@@ -148,10 +147,6 @@ class RolloutStage:
         if shares and len({e.slot.node for e in engines}) > 1:
             longest = self.pool.working[int(np.argmax(work_s))]
             step.metrics["rollout/longest_at_home"] = float(longest.slot.node in homes)
-
-    def _prompts(self, shares: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the prompts of these requests, by engine."""
-        return [share // self.context.recipe.rollout.samples_per_prompt for share in shares]
 
     @contextmanager
     def phase(
@@ -247,7 +242,7 @@ class RolloutStage:
         )
         source, listener = self.make_source(wanted), RolloutListener(self._on_progress, on_samples)
         ending = Ending(lambda rollout: batch.is_enough(source.ended) or until(rollout), batch.until_enough, self.cuts)
-        driver = self._driver(source, weights, [listener, *self.of_all, *self.of_steps, Evacuation(), *self._moves(), *plugins], ending)
+        driver = self._driver(source, weights, [listener, *self.of_all, *self.of_steps, *self._moves(), *plugins], ending)
         result = self._run(driver, shares)
         step.metrics |= driver.rollout.metrics(step.metrics) | self.traffic.metrics(weights, self.publisher.complete_nodes)
         return batch.join(source.samples.all(), result.unfinished)
@@ -268,15 +263,22 @@ class RolloutStage:
         prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in settings])
         expected = context.autoscaler.expected(prompts)[prompt_of]
         source = self.make_source(WantedResponses(requests, prompts, expected, weights.version))
-        driver = self._driver(source, weights, [RolloutListener(self._on_progress), *self.of_all, Evacuation()])
+        driver = self._driver(source, weights, [RolloutListener(self._on_progress), *self.of_all])
         self._run(driver, assign_groups(expected, prompt_of, len(self.pool.working)))
         context.broker.put(self._park())
         return source.samples.all()
 
     def _driver(self, source: RequestSource, weights: WeightVersion, plugins: list[Plugin], ending: Ending = Ending()) -> RolloutDriver:  # noqa: B008
         rollout = self.context.recipe.rollout
-        idle = IdleEngines(self.publisher.learner_slots, self.decide_lease, self.give_back, self._leave)
-        settings = DriverSettings(rollout.stream_interval_s, rollout.silence_s, idle, waits=self.idle_s is None)
+        settings = DriverSettings(
+            rollout.stream_interval_s,
+            rollout.silence_s,
+            self.publisher.learner_slots,
+            self.decide_lease,
+            self.give_back,
+            self._leave,
+            waits=self.idle_s is None,
+        )
         return RolloutDriver(self.pool, source, weights, settings, ending, plugins)
 
     def _run(self, driver: RolloutDriver, shares: list[np.ndarray]) -> RolloutResult:

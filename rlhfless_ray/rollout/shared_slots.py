@@ -59,7 +59,7 @@ class SharedSlots(Plugin):
 
     def take(self, number: int, instance: Instance) -> bool:
         if number in self.leaving:
-            self.rollout.settings.idle.give_back(instance, GIVEN)
+            self.rollout.settings.give_back(instance, GIVEN)
         return number in self.leaving
 
     def poll(self) -> None:

@@ -101,7 +101,7 @@ class EarlyWork(Plugin):
         """Take over the slot of an idle engine if there is work for it while others decode."""
         if not instance.started or self.rollout.tail_s() < self.handover_s or not self.wants_slot():
             return False
-        self.broker.put(self.rollout.settings.idle.park(instance))
+        self.broker.put(self.rollout.settings.park(instance))
         return True
 
     def wants_slot(self) -> bool:

@@ -16,7 +16,7 @@ from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.unfinished_episode import replies_of, token_versions, unfinished_episode, versions_of_turns
 from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, IdleEngines
+from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending
 from rlhfless_ray.rollout.multi_turn import EpisodeTurns
 from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.session.sample_state import as_json, from_json
@@ -68,7 +68,7 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
     source = EpisodeTurns(
         agents, "", WantedResponses(requests, [Prompt(UNNAMED.row, "", (1, 2))], np.full(3, 9.0), 4, {0: complete, 1: begun}, cuts=True)
     )
-    settings = DriverSettings(1.0, 1.0, IdleEngines(1, lambda tail_s, needed: Hold(1, ""), lambda *_: None))
+    settings = DriverSettings(1.0, 1.0, 1, lambda tail_s, needed: Hold(1, ""), lambda *_: None)
     pool: Any = SimpleNamespace(working=[None])
     rollout = RolloutDriver(pool, source, WeightVersion(4, ()), settings, Ending(lambda rollout: len(source.ended) >= 1))
     left = rollout.run([np.array([1, 2])], 9.0).unfinished

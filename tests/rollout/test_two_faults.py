@@ -15,7 +15,6 @@ from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import NoRoom, WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.evacuation import Evacuation
 from rlhfless_ray.rollout.live_rollout import Plugin
 from rlhfless_ray.rollout.migration import Migration
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest
@@ -217,7 +216,7 @@ def test_moves_are_cancelled_when_the_source_starts_over(monkeypatch: pytest.Mon
 
 def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has registered a group when it is asked of it first, and granted it a little later: to look once is never to get it."""
-    monkeypatch.setattr("rlhfless_ray.rollout.evacuation.GRANT_S", 10.0)  # this machine may be slow too
+    monkeypatch.setattr("rlhfless_ray.rollout.lost_engines.GRANT_S", 10.0)  # this machine may be slow too
     looks: list[str] = []
 
     def table(group: str) -> dict[str, Any]:
@@ -233,5 +232,5 @@ def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: p
     pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
     rollout.source.assign(rollout.calls.number(pool.working[0]), np.array([0]))
-    next(plugin for plugin in rollout.rollout.plugins if isinstance(plugin, Evacuation)).evacuate()
+    rollout.lost.evacuate()
     assert [engine.slot.node for engine in pool.working] == ["a", "b"]
