@@ -19,11 +19,11 @@ from benchmarks.common.fault_injection import pid_of
 from benchmarks.common.repeated_run import RepeatedRun, orders_of
 from placement.scaling.take_weights import TakeWeights
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.live_rollout import LiveRollout
 from rlhfless_ray.session.early_work import EarlyWork
+from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample, UpdateStats
 from tests.compat.test_runs import AGENT
@@ -243,7 +243,7 @@ def test_lost_pages_are_computed_under_the_new_weights(tmp_path: Path, monkeypat
     """Their ticket is unknown to the engine. The run goes on, and its log-probabilities are those of the versions alone."""
     import rlhfless_ray.rollout.kept_pages as keeping
 
-    monkeypatch.setattr(keeping.KeptPages, "pages", lambda self, requests: ())
+    monkeypatch.setattr(keeping.KeptPages, "attach", lambda self, number, requests: {})
     recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL, rollout__partial_kv="keep", functions__keep_alive_s=0.0))
     with Runtime(recipe) as run:
         steps = list(run)

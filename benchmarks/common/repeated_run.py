@@ -19,10 +19,10 @@ from unittest.mock import patch
 import numpy as np
 
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Completion, Sample, UpdateStats
 

@@ -44,8 +44,9 @@ class KeptPages(Plugin):
         self._next, self._tickets, self._bytes = {}, {}, 0.0
 
     def attach(self, number: int, requests: list[Request]) -> Attached:
-        pages = self.pages(requests)
-        return {"pages": pages} if pages else {}
+        """Return references to the pages of these requests' contexts."""
+        pages = {self.pages_of[request.seed]: None for request in requests if request.generated and request.seed in self.pages_of}
+        return {"pages": tuple(pages)} if pages else {}
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, TokensArrived):
@@ -54,10 +55,6 @@ class KeptPages(Plugin):
                 self.fetch(event.call.number, event.call.instance.actor, event.cut)
         elif isinstance(event, RolloutEnded):
             self.end()
-
-    def pages(self, requests: list[Request]) -> tuple[Any, ...]:
-        """Return references to the pages of these requests' contexts."""
-        return tuple({self.pages_of[request.seed]: None for request in requests if request.generated and request.seed in self.pages_of})
 
     def observe(self, computed: Mapping[int, int]) -> None:
         """Record how many context tokens engines computed, by key. Only a request's first report counts."""

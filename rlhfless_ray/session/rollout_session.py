@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from placement.forecast.forecaster import Scenarios
-from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease
@@ -34,6 +33,7 @@ from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.session.send_prefixes import SendPrefixes
+from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step

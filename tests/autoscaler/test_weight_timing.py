@@ -13,14 +13,13 @@ import pytest
 
 from placement import Speed
 from placement.scaling.resize_policy import Hold
-from rlhfless_ray.autoscaler import weight_timing
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.session import rollout_session
+from rlhfless_ray.session import rollout_session, weight_timing
 from rlhfless_ray.session.rollout_session import Pause, RolloutSession
+from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 

@@ -74,9 +74,13 @@ def test_pages_are_fetched_once_and_reach_the_next_rollout(monkeypatch: pytest.M
     assert len(actor.asked) == 2, "one transfer for each group of an engine"
     kept.end()
     assert len(waits[0]) == 2
-    pages = [kept.pages([log.request(i)]) for i in range(4)]
+
+    def pages_of(*keys: int) -> tuple[Any, ...]:
+        return kept.attach(0, [log.request(i) for i in keys]).get("pages", ())
+
+    pages = [pages_of(i) for i in range(4)]
     assert pages[0] == pages[1] != pages[3] and pages[2] == (), "a response without a token has no pages"
-    assert len(kept.pages([log.request(i) for i in range(4)])) == 2
+    assert len(pages_of(0, 1, 2, 3)) == 2
     kept.begin(rollout_of(log))
     kept.end()
     assert not kept.pages_of, "pages are dropped after the rollout that could use them"
