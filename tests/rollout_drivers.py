@@ -11,7 +11,7 @@ from placement.scaling.resize_policy import Decision, Hold
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.events import Event, RolloutProgress
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Plugin, RequestSource
-from rlhfless_ray.rollout.migration import Migration
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
 from rlhfless_ray.types import Request, WeightVersion
 
@@ -37,7 +37,7 @@ def driver_of(
     decide: Callable[[float, bool], Decision] = lambda tail_s, needed: Hold(1, "kept"),
     give_back: Callable[[Any, Decision], None] = lambda instance, decision: None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    migration: Any = None,
+    migration: MigrationPolicy | None = None,
     plugins: Sequence[Plugin] = (),
     interval_s: float = 0.1,
     silence_s: float = 60.0,
@@ -48,6 +48,6 @@ def driver_of(
         lengths = np.broadcast_to(np.asarray(expected, float), len(source)).copy()
         source = PlainRequests(None, WantedResponses(source, [], lengths, weights.version))
         source.samples.add = lambda ended: []  # type: ignore[method-assign]  # without prompts
-    moves = [] if migration is None else [Migration(migration)]
+    moves = [] if migration is None else [migration]
     settings = DriverSettings(interval_s, silence_s, needed_next, decide, give_back, waits=waits)
     return RolloutDriver(pool, source, weights, settings, plugins=[Watch(on_progress), *plugins, *moves])

@@ -14,11 +14,22 @@ from ray.exceptions import RayError
 from rlhfless_ray.engine.control_queue import EngineCommand, new_ticket
 from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, count_sequences
-from rlhfless_ray.rollout.migration_policy import MigrationRequest
 from rlhfless_ray.rollout.token_log import TokenLog
 
 COPY_TOKENS = 256  # shortest context whose full blocks are copied before the cut: a copy costs messages, and saves a transfer
 COPY_S = 2.0  # timeout for the copy
+
+
+@dataclass(frozen=True)
+class MigrationRequest:
+    """Requests (keys) to move from one engine to another (numbers). `how`: "prefill" computes contexts again, "pages" copies their KV."""
+
+    requests: np.ndarray
+    source: int
+    target: int
+    reason: str
+    how: str = "prefill"
+
 
 # From requests, their record, source, target and reason: moves by the faster method for each context
 ChooseMethods = Callable[[np.ndarray, TokenLog, int, int, str], list[MigrationRequest]]

@@ -23,7 +23,6 @@ from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin, RequestSource, cut_without_pages
-from rlhfless_ray.rollout.migration import Migration
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.rollout.rollout_result import RolloutResult
@@ -251,8 +250,8 @@ class RolloutStage:
         """Prepare the migration policy. `lengths`: (n, S) draws of the responses' lengths."""
         autoscaler, rollout, elastic = self.context.autoscaler, self.context.recipe.rollout, self.context.recipe.functions.elastic
         second = autoscaler.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
-        prefill = autoscaler.terms.prefill.per_unit_s
-        self.migration.begin(lengths, autoscaler.engines.fit.speed, second, prefill, rollout.samples_per_prompt, rollout.max_tokens)
+        speed, prefill, start_s = autoscaler.engines.fit.speed, autoscaler.terms.prefill.per_unit_s, autoscaler.terms.cold_start.predict()
+        self.migration.prepare(lengths, speed, second, prefill, rollout.samples_per_prompt, rollout.max_tokens, start_s)
 
     def answer(self, prompts: list[Prompt], settings: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
         """Generate the responses of an evaluation on as many engines as possible. `settings`: (temperature, responses per prompt)."""
@@ -303,9 +302,7 @@ class RolloutStage:
 
     def _moves(self) -> list[Plugin]:
         """Return what moves requests between engines, and exchanges slots with other runs of the cluster."""
-        if not self.migration.is_on:
-            return []
-        return [*self._shared_slots(), Migration(self.migration, self.context.autoscaler.terms.cold_start.predict())]
+        return [*self._shared_slots(), self.migration] if self.migration.is_on else []
 
     def _shared_slots(self) -> list[Plugin]:
         """Return the exchange of slots. There is none without a shared pool or with engines of several slots."""

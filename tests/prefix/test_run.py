@@ -14,7 +14,8 @@ from benchmarks.common.fault_injection import FaultInjector, kill, kill_index, p
 from placement.scaling.prefix_benefit import PrefixSpeed
 from placement.speed.cost_terms import Term
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest, MigrationRequests
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep
 from tests.conftest import samples, small_recipe

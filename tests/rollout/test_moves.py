@@ -23,8 +23,8 @@ from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.inflight_migrations import by_prefill
-from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests
 from rlhfless_ray.types import Request, WeightVersion
 from tests.conftest import lives
 from tests.rollout_drivers import driver_of
@@ -131,12 +131,11 @@ def engine_class(accepts_commands: bool = True) -> type:
     return Engine
 
 
-class ScriptedMoves:
+class ScriptedMoves(MigrationPolicy):
     """A migration policy that moves the (request, target engine) pairs that `decide` returns."""
 
-    choose_methods = staticmethod(by_prefill)
-
     def __init__(self, decide: Callable[[Any, list[int]], list[tuple[int, int]]]) -> None:
+        super().__init__("auto", 0.7)
         self.choose, self.took = decide, list[float]()
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
@@ -202,7 +201,7 @@ class RunContext:
 @pytest.fixture(autouse=True)
 def decides_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a driver on a busy machine, where deciding takes long, would hardly decide while a short rollout lasts."""
-    monkeypatch.setattr("rlhfless_ray.rollout.migration.DECIDING_SHARE", 1e9)
+    monkeypatch.setattr("rlhfless_ray.rollout.migration_policy.DECIDING_SHARE", 1e9)
 
 
 @pytest.fixture

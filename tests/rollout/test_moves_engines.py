@@ -16,8 +16,8 @@ from asking import BLOCK, FILES, SETTINGS, assert_same, requests, weights_of
 
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.inflight_migrations import by_prefill
-from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests
 from rlhfless_ray.types import Request, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
 from tests.conftest import two_engines
@@ -53,12 +53,11 @@ def actor_class() -> type:
     return Counting
 
 
-class ScriptedMoves:
+class ScriptedMoves(MigrationPolicy):
     """A migration policy that moves half of the requests in every decision, all by one method."""
 
-    choose_methods = staticmethod(by_prefill)
-
     def __init__(self, how: str) -> None:
+        super().__init__("auto", 0.7)
         self.how, self.looks = how, 0
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:

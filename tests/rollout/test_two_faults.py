@@ -15,9 +15,9 @@ from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import NoRoom, WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
 from rlhfless_ray.rollout.live_rollout import Plugin
-from rlhfless_ray.rollout.migration import Migration
-from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.types import Request, WeightVersion
 from tests.rollout_drivers import driver_of
@@ -98,7 +98,9 @@ class Early(EarlyWork):
 def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_work(draining: set[str], log: list[str]) -> None:
     """Its lease goes with the node: to wait for another one, while the run itself may hold all there are, would end the run."""
     pool = Pool(["a", "b"], draining)
-    rollout = rollout_on(pool, 2, plugins=[Migration(MigrationPolicy("auto", 0.7), start_s=-1.0)])
+    migration = MigrationPolicy("auto", 0.7)
+    migration.start_s = -1.0
+    rollout = rollout_on(pool, 2, migration=migration)
     first, second = (rollout.calls.number(engine) for engine in pool.working)
     rollout.source.assign(first, np.array([0]))
     rollout.source.assign(second, np.array([1]))
