@@ -155,8 +155,9 @@ class RolloutDriver:
             self._cut_owed(call)
         else:
             rollout.migrations.forward(cut)
-        self.source.complete(ended.tolist())
-        rollout.cancel_moves(ended.tolist())
+        if len(ended):
+            self.source.complete(ended.tolist())
+            rollout.cancel_moves(ended.tolist())
 
     def load_copy(self, call: EngineCall) -> bool:
         """Let an engine load the driver's copy of the weights and start over, if their node was lost before it had them.
