@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import ray
@@ -21,7 +20,7 @@ from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, reason_of
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.engine_calls import EngineCall
+from rlhfless_ray.rollout.engine_calls import EngineCall, Ref
 from rlhfless_ray.rollout.events import RolloutEnded, RolloutProgress, TokensArrived
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin, RequestSource
 from rlhfless_ray.rollout.lost_engines import LOOK_S, LostEngines
@@ -123,7 +122,7 @@ class RolloutDriver:
 
     # ---- reports of engines ---------------------------------------------------------------------------------------
 
-    def receive(self, generator: Any) -> None:
+    def receive(self, generator: Ref) -> None:
         """Record an engine's report, or the end of its call."""
         rollout, call = self.rollout, self.calls.running[generator]
         instance, result = call.instance, rollout.result

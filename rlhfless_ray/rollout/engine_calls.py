@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 import ray
@@ -17,6 +17,8 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Request
+
+Ref: TypeAlias = Any  # a reference of Ray, or a generator of them: Ray's own classes have no types
 
 _epochs = itertools.count(1)  # over all rollouts of this driver: a command belongs to one call of one engine
 
@@ -40,7 +42,7 @@ class EngineCall:
 class Attached(TypedDict, total=False):
     """What an engine gets together with requests. `pages`: references to KV pages of their contexts."""
 
-    pages: tuple[Any, ...]
+    pages: tuple[Ref, ...]
     drafts: DraftNews
 
 
@@ -57,7 +59,7 @@ class EngineCalls:
         self.draining: set[str] = set()  # ids of nodes that are drained
         self.engines: list[Instance] = []  # by number
         self._numbers: dict[int, int] = {}  # by id of the instance
-        self.running: dict[Any, EngineCall] = {}  # by the call's generator
+        self.running: dict[Ref, EngineCall] = {}  # by the call's generator
 
     def number(self, instance: Instance) -> int:
         """Return the instance's number, which it gets on first use."""
@@ -85,7 +87,7 @@ class EngineCalls:
         """Return the `available` engines whose nodes are not drained."""
         return [number for number in self.available() if self.engines[number].slot.node not in self.draining]
 
-    def send(self, number: int, keys: np.ndarray, what: str = "", pages: tuple[Any, ...] = ()) -> None:
+    def send(self, number: int, keys: np.ndarray, what: str = "", pages: tuple[Ref, ...] = ()) -> None:
         """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
         instance, call = self.engines[number], self.find(number)
         requests = self.token_log.assign(keys, number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import ray
@@ -13,7 +12,7 @@ from ray.exceptions import RayError
 
 from rlhfless_ray.engine.control_queue import EngineCommand, new_ticket
 from rlhfless_ray.engine.token_deltas import TokenDeltas
-from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, count_sequences
+from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, Ref, count_sequences
 from rlhfless_ray.rollout.token_log import TokenLog
 
 COPY_TOKENS = 256  # shortest context whose full blocks are copied before the cut: a copy costs messages, and saves a transfer
@@ -84,7 +83,7 @@ class InflightMigrations:
         self.leaving: dict[int, _Route] = {}  # by request: the cut was requested
         self.landing: dict[int, _Route] = {}  # by request: sent to the target, which has reported no token of it yet
         self.moved: list[MigrationStats] = []
-        self.copying: dict[Any, tuple[MigrationRequest, float]] = {}  # by reference to the copy's arrival: the move, and when to cut anyway
+        self.copying: dict[Ref, tuple[MigrationRequest, float]] = {}  # by reference to the copy's arrival: the move, and when to cut anyway
 
     def move(self, requests: np.ndarray, source: int, target: int, reason: str) -> None:
         """Move requests (keys) from one engine to another (numbers)."""
@@ -171,7 +170,7 @@ class InflightMigrations:
         return done
 
 
-def _has_succeeded(fetch: Any) -> bool:
+def _has_succeeded(fetch: Ref) -> bool:
     try:
         return bool(ray.get(fetch))
     except RayError:  # the loss of an engine shows in its own call

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from rlhfless_ray.engine.control_queue import new_ticket
-from rlhfless_ray.rollout.engine_calls import Attached
+from rlhfless_ray.rollout.engine_calls import Attached, Ref
 from rlhfless_ray.rollout.events import Event, RolloutEnded, TokensArrived
 from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 from rlhfless_ray.types import Request, SampleId
@@ -29,10 +29,10 @@ class KeptPages(Plugin):
         """`count`: responses per prompt, which share the pages of the prompt. `store_bytes`: size of the object store."""
         self.count, self.block_size, self.page_bytes = count, block_size, page_bytes
         self.limit_bytes = STORE_SHARE * store_bytes
-        self.pages_of: dict[int, Any] = {}  # by seed: a reference to the pages that the last rollout left
+        self.pages_of: dict[int, Ref] = {}  # by seed: a reference to the pages that the last rollout left
         self.contexts: dict[int, int] = {}  # by key: context tokens of continued requests without a token yet in this rollout
         self.tokens = 0  # context tokens whose KV was loaded instead of computed, since `take_tokens`
-        self._next: dict[int, Any] = {}
+        self._next: dict[int, Ref] = {}
         self._tickets: dict[tuple[int, SampleId], int] = {}  # by engine and group
         self._bytes = 0.0  # of pages that this rollout keeps, estimated
 

@@ -19,7 +19,7 @@ from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.engine_calls import Attached, EngineCalls
+from rlhfless_ray.rollout.engine_calls import Attached, EngineCalls, Ref
 from rlhfless_ray.rollout.events import Event
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
 from rlhfless_ray.rollout.rollout_result import RolloutResult
@@ -79,11 +79,11 @@ class Plugin:
         """Take part in a rollout, before its engines get requests."""
         self.rollout = rollout
 
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[Ref]:
         """Return references for whose arrival the driver is to wake up."""
         return []
 
-    def receive(self, ref: Any) -> None:
+    def receive(self, ref: Ref) -> None:
         """Handle one of these references that is ready."""
 
     def on_event(self, event: Event) -> None:

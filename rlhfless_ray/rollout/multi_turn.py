@@ -19,6 +19,7 @@ from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.agent.messages import Drawn, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.agent.unfinished_episode import replies_of, unfinished_episode, versions_of_turns
+from rlhfless_ray.rollout.engine_calls import Ref
 from rlhfless_ray.rollout.events import Event, RolloutProgress, SamplesMade
 from rlhfless_ray.rollout.live_rollout import RequestSource
 from rlhfless_ray.rollout.request_source import WantedResponses
@@ -103,10 +104,10 @@ class EpisodeTurns(RequestSource):
 
     # ---- turns ----------------------------------------------------------------------------------------------------
 
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[Ref]:
         return self.agents.refs()
 
-    def receive(self, ref: Any) -> None:
+    def receive(self, ref: Ref) -> None:
         for epoch, happened in self.agents.collect(ref):
             self._handle(epoch, happened)
 

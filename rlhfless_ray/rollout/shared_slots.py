@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import ray
@@ -14,6 +13,7 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.slot_source import LeaseRequest
+from rlhfless_ray.rollout.engine_calls import Ref
 from rlhfless_ray.rollout.events import Event, RolloutProgress
 from rlhfless_ray.rollout.live_rollout import Plugin
 
@@ -46,11 +46,11 @@ class SharedSlots(Plugin):
         self.leases, self.source, self.max_engines, self.start_s, self.renew = leases, source, max_engines, start_s, renew
         self.renew_at_s = time.monotonic() + RENEW_S
         self.request: LeaseRequest | None = None
-        self.answer: Any = None  # resolves when the request is granted
+        self.answer: Ref | None = None  # resolves when the request is granted
         self.leaving: set[int] = set()  # engines that give up their slots
         self.look_again_s = 0.0
 
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[Ref]:
         return [] if self.answer is None else [self.answer]
 
     def on_event(self, event: Event) -> None:

@@ -16,6 +16,7 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.reward.score_stage import ScoreStage
+from rlhfless_ray.rollout.engine_calls import Ref
 from rlhfless_ray.rollout.events import Event, RolloutProgress, RoomNeeded, SamplesMade
 from rlhfless_ray.rollout.live_rollout import Plugin
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
@@ -126,7 +127,7 @@ class EarlyWork(Plugin):
 
     # ---- work -----------------------------------------------------------------------------------------------------
 
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[Ref]:
         return [*self.scoring.refs(), *self.learning.pending(), *(ref for drafter in self.drafters for ref in drafter.refs())]
 
     def poll(self, seconds: float) -> None:
