@@ -168,7 +168,7 @@ class HeldForGradients(HookedRun):
         def hold(tail: EarlyWork, seconds: float) -> None:
             poll(tail, seconds)
             end_s = time.monotonic() + 60
-            while tail.added and not tail.learned and time.monotonic() < end_s:
+            while tail.settled and not tail.learned and time.monotonic() < end_s:
                 time.sleep(0.02)
                 poll(tail, seconds)
 
