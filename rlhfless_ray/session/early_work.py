@@ -24,6 +24,7 @@ from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import Sample, SampleId
 
 ASK_S = 1.0  # pause after a request for free slots got none that fit, because each request waits for up to `FREE_S`
+LOOK_SHARE, PAUSE_S = 0.1, 0.05  # share of the driver's time for looks, whose forecasts visit every response; longest pause after one
 LOOK_S = 1.0  # longest time between two looks at work: its own deadlines need them
 
 
@@ -62,15 +63,18 @@ class EarlyWork(Plugin):
         self.finished = {sample.id: sample for key, sample in batch.samples.items() if not batch.unfinished[key]}
         self.complete = 0  # number of complete groups at the last look
         self.settled: set[int] = set()  # settled groups that were admitted
+        self.look_at_s = 0.0
         self.ask_at_s = 0.0  # earliest time to ask for free slots again
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, SamplesMade):
             self.add_samples(event.samples)
-        elif isinstance(event, RolloutProgress) and self.rollout.source.has_work():
+        elif isinstance(event, RolloutProgress) and self.rollout.source.has_work() and (began_s := time.monotonic()) >= self.look_at_s:
             self.poll(self.rollout.tail_s())
             if (free := len(self.broker.free)) and self.rollout.decide_lease(free).action == "Release":
                 self.broker.release()
+            now = time.monotonic()
+            self.look_at_s = now + min(PAUSE_S, (now - began_s) / LOOK_SHARE)
         elif isinstance(event, RoomNeeded):
             self._make_room(event.within_s)
 

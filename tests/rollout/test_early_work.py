@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.events import RolloutProgress
 from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, UpdateStats
@@ -605,3 +607,20 @@ def test_free_slots_are_leased_for_the_worker_group_that_has_work() -> None:
     learning.passes.reference.known = {SampleId(0, 1, 0): {}, SampleId(0, 1, 1): {}}  # type: ignore[union-attr]
     learning.passes.reference.waiting = []  # type: ignore[union-attr]
     assert learning.with_work(groups, 1.0) == [learner]
+
+
+def test_looks_take_a_small_share_of_the_drivers_time() -> None:
+    """A forecast visits every response, and a driver of many engines reads one report after another."""
+    tail, looks = parts()[0], list[float]()
+
+    def tail_s() -> float:
+        time.sleep(0.02)
+        looks.append(1.0)
+        return 1.0
+
+    tail.rollout = SimpleNamespace(source=SimpleNamespace(has_work=lambda: True), tail_s=tail_s)  # type: ignore[assignment]
+    end_s, events = time.monotonic() + 0.1, 0
+    while time.monotonic() < end_s:
+        tail.on_event(RolloutProgress(0, 6))
+        events += 1
+    assert len(looks) <= 3 and events > 20
