@@ -10,7 +10,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import psutil
@@ -22,7 +22,8 @@ from benchmarks.common.replayed_runtime import ReplayedRuntime
 from benchmarks.common.results import make_console, save
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.types import Request
+from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.rollout_result import RolloutResult
 
 BASE_S, PER_SEQ_S = 8.5e-3, 3e-5
 LATE = 0.10  # a rollout this much longer than its model is one that waits for the driver
@@ -42,13 +43,13 @@ class Watched(ReplayedRuntime):
         self.unwatched, stage._run = stage._run, self.watched  # type: ignore[method-assign]
         return run
 
-    def watched(self, requests: list[Request], *arguments: Any) -> Any:
+    def watched(self, driver: RolloutDriver, shares: list[np.ndarray]) -> RolloutResult:
         process, start = psutil.Process(), time.perf_counter()
         before = process.cpu_times()
-        done = self.unwatched(requests, *arguments)
+        done = self.unwatched(driver, shares)
         wall_s = time.perf_counter() - start
         now = process.cpu_times()
-        lengths = np.array([self.script.length(request) for request in requests])
+        lengths = np.array([self.script.length(request) for request in driver.token_log.requests])
         self.measured.append(
             {
                 "wall_s": wall_s,

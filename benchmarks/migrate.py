@@ -31,6 +31,9 @@ from benchmarks.common.run_process import read_metrics, train
 from benchmarks.elastic import Mode, check_same_work
 from benchmarks.peers.shared_work import HALF_BILLION
 from rlhfless_ray.engine.engine_settings import EngineSettings
+from rlhfless_ray.rollout import inflight_migrations
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests
 from rlhfless_ray.weights.tensor_file import Files
 
 PROMPTS, SAMPLES = 16, 8  # of a step of the real runs
@@ -44,14 +47,15 @@ SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "engines", "moved", "move_p5
 # ---- latency ----------------------------------------------------------------------------------------------------------
 
 
-class Shuttle:
-    """In place of a Migration: one response after another goes to the other engine, by each way in turn.
+class Shuttle(MigrationPolicy):
+    """One response after another goes to the other engine, by each way in turn.
 
     It begins when no prompt is left to compute, and each move waits until the last one's response has a token from its new engine.
     Otherwise a pause would be that of other work.
     """
 
     def __init__(self, count: int) -> None:
+        super().__init__("auto", 0.7)
         self.count, self.next = count, 0
         self.moved, self.target, self.tokens = -1, -1, 0  # the last moved response, its new engine, and its tokens when it got there
 
@@ -64,9 +68,6 @@ class Shuttle:
         return bool(token_log.length[i] <= self.tokens)
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> Any:
-        from rlhfless_ray.rollout import inflight_migrations
-        from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
-
         live = [i for i in range(self.count) if not token_log.finished[i]]
         if len(engines) < 2 or not live or not token_log.length.all() or self._is_under_way(token_log):
             return MigrationRequests()
@@ -80,7 +81,7 @@ class Shuttle:
         how = "prefill" if way == "prefill" else "pages"
         return MigrationRequests((MigrationRequest(np.array([i]), source, target, way, how),), time_saved_s=1.0)
 
-    def observe(self, context_tokens: float, seconds: float, how: str) -> None:
+    def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
         pass
 
 
@@ -100,7 +101,9 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.worker_pool import WorkerPool
-    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
+    from rlhfless_ray.rollout.driver import RolloutDriver
+    from rlhfless_ray.rollout.live_rollout import DriverSettings
+    from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
     from rlhfless_ray.types import Request
     from rlhfless_ray.weights.channel import stored_version
     from rlhfless_ray.weights.model_folder import stored_weights, without_weights
@@ -135,16 +138,10 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
             sizes = [context] * longs + [32] * (2 * others)
             requests = [Request(key, tuple(rng.integers(5, VOCABULARY, size).tolist()), key, tokens, 1.0) for key, size in enumerate(sizes)]
             shares = [np.arange(len(sizes))[number::2] for number in range(2)]
-            driver = RolloutDriver(
-                pool,
-                requests,
-                np.full(len(sizes), float(tokens)),
-                version,
-                interval_s=0.05,
-                silence_s=60.0,
-                idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
-                migration=Shuttle(longs),  # type: ignore[arg-type]
-            )
+            source = PlainRequests(None, WantedResponses(requests, [], np.full(len(sizes), float(tokens)), 1))
+            source.samples.add = lambda ended: []  # type: ignore[method-assign]  # there are no prompts
+            driving = DriverSettings(0.05, 60.0, 2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None)
+            driver = RolloutDriver(pool, source, version, driving, plugins=[Shuttle(longs)])
             stream = driver.run(shares, deadline_s=600.0)
             # An engine that a response comes back to has its old blocks, so first moves alone count.
             first = {moved.key: moved for moved in reversed(stream.moved)}.values()

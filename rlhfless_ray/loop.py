@@ -5,7 +5,7 @@
 The session (`session/rollout_session.py`) holds the groups in flight. `admit` plans a step: its groups, the forecast of their lengths,
 engines and shared prefixes. Under a lag it also generates the step's responses, beside the update. `take` generates what is missing of a
 step's batch under the newest weights. During a rollout finished responses are scored, and gradients are accumulated on slots that engines
-have left (`rollout/neighbours.py`).
+have left (`session/early_work.py`).
 
 Stages do not import each other: the page passes values from one to the next. Forecast and plan are in the folder `autoscaler/`, leases in
 `functions/`, scores in `reward/`, advantages in `learn/`, and weight versions in `weights/`. The other stages have a folder of their name.

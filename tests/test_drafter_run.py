@@ -12,9 +12,9 @@ import ray
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
-from rlhfless_ray.rollout import driver as rollout
-from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.live_rollout import LiveRollout
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from tests.conftest import small_recipe
 from tests.run_files import rows
@@ -27,7 +27,7 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
     private_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)
+    monkeypatch.setattr(LiveRollout, "tail_s", lambda self: 1000.0)
     more = {
         "run__steps": 5,
         "rollout__min_actors": 2,
@@ -43,7 +43,7 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
     killed: list[int] = []
     waiting: list[int] = []  # the process before its update begins: Ray takes a moment to tell, in which an update may end
 
-    def enough(tail: OverlapScheduler) -> bool:
+    def enough(tail: EarlyWork) -> bool:
         """The second rollout has time until there is a new version. In the third the process is killed while it makes one. The fourth
         has time until a new process has worked."""
         drafter = tail.drafter

@@ -18,7 +18,7 @@ from benchmarks.common.call_hooks import call_before
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
-from rlhfless_ray.rollout.overlap import BesideUpdate
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample
 from tests.compat.test_runs import AGENT
@@ -141,16 +141,16 @@ class Watched(HookedRun):
         if not self.is_beside_update:
             return roll_out()
         self.parts.stages.learn.update.result()
-        passes, poll = self.parts.stages.learn.passes.logprobs, BesideUpdate.poll
+        passes, poll = self.parts.stages.learn.passes.logprobs, EarlyWork.poll
         if passes is not None:
             passes._takes_s = lambda tokens: 0.0  # type: ignore[method-assign]
 
-        def wait_for_pass(beside: BesideUpdate, seconds: float) -> None:
+        def wait_for_pass(beside: EarlyWork, seconds: float) -> None:
             poll(beside, seconds)
             ray.wait(refs, num_returns=len(refs), timeout=60) if (refs := beside.refs()) else None
 
         with engines_in_step(), pytest.MonkeyPatch.context() as patched:
-            patched.setattr(BesideUpdate, "poll", wait_for_pass)
+            patched.setattr(EarlyWork, "poll", wait_for_pass)
             return roll_out()
 
     def __enter__(self) -> Self:

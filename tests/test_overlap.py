@@ -17,8 +17,8 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprob_passes import Passes
-from rlhfless_ray.rollout import driver as rollout
-from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.live_rollout import LiveRollout
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample
@@ -40,7 +40,7 @@ class HeldPage(HookedRun):
     """One engine is stopped as the second step's rollout begins, until `enough` has been done on the slot that the other one leaves: a
     tail that no other load on the machine makes too short."""
 
-    def __init__(self, recipe: Recipe, enough: Callable[[OverlapScheduler], bool]) -> None:
+    def __init__(self, recipe: Recipe, enough: Callable[[EarlyWork], bool]) -> None:
         super().__init__(recipe)
         self.enough = enough
 
@@ -49,20 +49,20 @@ class HeldPage(HookedRun):
             return roll_out()
         pid = pid_of(self.parts.stages.rollout.pool.working[1])
         assert pid is not None
-        poll = OverlapScheduler.poll
+        poll = EarlyWork.poll
 
-        def until_enough(tail: OverlapScheduler, seconds: float) -> None:
+        def until_enough(tail: EarlyWork, seconds: float) -> None:
             poll(tail, seconds)
             if self.enough(tail):
                 os.kill(pid, signal.SIGCONT)
 
         os.kill(pid, signal.SIGSTOP)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(OverlapScheduler, "poll", until_enough)
+            patched.setattr(EarlyWork, "poll", until_enough)
             return roll_out()
 
 
-def trained(folder: Path, enough: Callable[[OverlapScheduler], bool] | None, **more: Any) -> Path:
+def trained(folder: Path, enough: Callable[[EarlyWork], bool] | None, **more: Any) -> Path:
     """Without `enough` nothing is done ahead, one engine answers everything, and the reference's process is killed after the first
     step."""
     folder.mkdir()
@@ -92,7 +92,7 @@ def trained(folder: Path, enough: Callable[[OverlapScheduler], bool] | None, **m
 
 def test_what_is_done_in_the_tail_changes_nothing_but_the_time(private_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)  # always worth beginning
+    monkeypatch.setattr(LiveRollout, "tail_s", lambda self: 1000.0)  # always worth beginning
     after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
     ahead = trained(tmp_path / "ahead", lambda tail: tail.learned > 0, algorithm__kl=IN_LOSS)
     ledger = read_ledger(ahead / "ledger.csv")
@@ -130,7 +130,7 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
     private_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
-    monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)
+    monkeypatch.setattr(LiveRollout, "tail_s", lambda self: 1000.0)
     of, ahead = Passes.of, dict.fromkeys(("reference", "logprobs", "values"), 0)
 
     def compared(self: Passes, samples: list[Sample], batch: Batch, turn: Any) -> dict[str, np.ndarray]:

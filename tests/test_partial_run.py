@@ -20,10 +20,10 @@ from benchmarks.common.fault_injection import pid_of
 from benchmarks.common.repeated_run import RepeatedRun, orders_of
 from placement.scaling.take_weights import TakeWeights
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.pending import Pending
-from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.overlap import PartialOverlap
+from rlhfless_ray.rollout.live_rollout import LiveRollout
+from rlhfless_ray.session.early_work import EarlyWork
+from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample, UpdateStats
 from tests.compat.test_runs import AGENT
@@ -168,17 +168,17 @@ class HeldForGradients(HookedRun):
     far ahead of a driver that gets no time on a busy machine, and a rollout ends with its last report."""
 
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
-        poll = PartialOverlap.poll
+        poll = EarlyWork.poll
 
-        def hold(tail: PartialOverlap, seconds: float) -> None:
+        def hold(tail: EarlyWork, seconds: float) -> None:
             poll(tail, seconds)
             end_s = time.monotonic() + 60
-            while tail.added and not tail.learned and time.monotonic() < end_s:
+            while tail.settled and not tail.learned and time.monotonic() < end_s:
                 time.sleep(0.02)
                 poll(tail, seconds)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(PartialOverlap, "poll", hold)
+            patched.setattr(EarlyWork, "poll", hold)
             return roll_out()
 
 
@@ -187,7 +187,7 @@ def test_gradients_of_groups_that_are_certain_to_be_trained_change_nothing_but_t
 ) -> None:
     """The learner takes the slot that no engine has. A run that repeats the responses and does all in turn draws the same tokens and makes
     the same updates."""
-    monkeypatch.setattr(RolloutDriver, "tail_s", lambda self: 1000.0)
+    monkeypatch.setattr(LiveRollout, "tail_s", lambda self: 1000.0)
     tree = small_recipe(tmp_path, **PARTIAL, rollout__max_actors=1, cluster__cpus=2, learner__micro_batch_tokens=64)
     recipe, folder = Recipe.parse(tree), tmp_path / "runs" / "small"
     with engines_in_step(), HeldForGradients(recipe) as run:
@@ -248,7 +248,7 @@ def test_lost_pages_are_computed_under_the_new_weights(tmp_path: Path, monkeypat
     """Their ticket is unknown to the engine. The run goes on, and its log-probabilities are those of the versions alone."""
     import rlhfless_ray.rollout.kept_pages as keeping
 
-    monkeypatch.setattr(keeping.KeptPages, "pages", lambda self, requests: ())
+    monkeypatch.setattr(keeping.KeptPages, "attach", lambda self, number, requests: {})
     recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL, rollout__partial_kv="keep", functions__keep_alive_s=0.0))
     with Runtime(recipe) as run:
         steps = list(run)

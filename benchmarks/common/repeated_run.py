@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.common.call_hooks import surround
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.functions.ledger import read_ledger
+from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Completion, Sample, Scored
 

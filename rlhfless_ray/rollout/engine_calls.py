@@ -5,19 +5,20 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 import ray
 
-from rlhfless_ray.engine.control_queue import EngineCommand
+from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.kept_pages import KeptPages
-from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.types import Request
+
+Ref: TypeAlias = Any  # a reference of Ray, or a generator of them: Ray's own classes have no types
 
 _epochs = itertools.count(1)  # over all rollouts of this driver: a command belongs to one call of one engine
 
@@ -38,16 +39,27 @@ class EngineCall:
     started: bool = False  # whether the driver has seen that its process is ready
 
 
+class Attached(TypedDict, total=False):
+    """What an engine gets together with requests. `pages`: references to KV pages of their contexts."""
+
+    pages: tuple[Ref, ...]
+    drafts: DraftNews
+
+
+Attach = Callable[[int, list[Request]], Attached]  # from the engine's number and its requests
+
+
 class EngineCalls:
     """Engines by number, in the order in which they joined. A number is never reused."""
 
     def __init__(
-        self, pool: WorkerPool, token_log: TokenLog, interval_s: float, drafts: SharedDrafts | None = None, kept: KeptPages | None = None
+        self, pool: WorkerPool, token_log: TokenLog, interval_s: float, attach: Attach = lambda number, requests: Attached()
     ) -> None:
-        self.pool, self.token_log, self.interval_s, self.drafts, self.kept = pool, token_log, interval_s, drafts, kept
+        self.pool, self.token_log, self.interval_s, self.attach = pool, token_log, interval_s, attach
+        self.draining: set[str] = set()  # ids of nodes that are drained
         self.engines: list[Instance] = []  # by number
         self._numbers: dict[int, int] = {}  # by id of the instance
-        self.running: dict[Any, EngineCall] = {}  # by the call's generator
+        self.running: dict[Ref, EngineCall] = {}  # by the call's generator
 
     def number(self, instance: Instance) -> int:
         """Return the instance's number, which it gets on first use."""
@@ -71,46 +83,38 @@ class EngineCalls:
         numbers = [number for number in self.available() if number != but]
         return numbers or [number for instance in self.pool.working if (number := self.number(instance)) != but]
 
-    def send(self, number: int, keys: np.ndarray, what: str = "", pages: tuple[Any, ...] = ()) -> None:
+    def staying(self) -> list[int]:
+        """Return the `available` engines whose nodes are not drained."""
+        return [number for number in self.available() if self.engines[number].slot.node not in self.draining]
+
+    def send(self, number: int, keys: np.ndarray, what: str = "", pages: tuple[Ref, ...] = ()) -> None:
         """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
         instance, call = self.engines[number], self.find(number)
         requests = self.token_log.assign(keys, number)
-        if self.kept is not None and not pages:
-            pages = self.kept.pages(requests)
-        drafts = self.drafts.for_call(number, instance.id, keys.tolist()) if self.drafts is not None else None
+        attached = self.attach(number, requests)
+        if pages:
+            attached["pages"] = pages
         if call is not None:
-            self.send_command(call, EngineCommand(add=tuple(requests), what=what, pages=pages, drafts=drafts))
+            self.send_command(call, EngineCommand(add=tuple(requests), what=what, **attached))
             return
         epoch = next(_epochs)
-        optional = {name: value for name, value in {"pages": pages, "drafts": drafts}.items() if value}
         generator = instance.actor.rollout.options(num_returns="streaming").remote(
-            epoch, requests, self.interval_s, len(instance.leases), **optional
+            epoch, requests, self.interval_s, len(instance.leases), **attached
         )
         self.running[generator] = EngineCall(instance, number, epoch, set(keys.tolist()), time.monotonic())
-
-    def share_drafts(self, call: EngineCall, keys: np.ndarray, observed: Sequence[Any]) -> None:
-        """Record which of an engine's drafts were accepted, and send new tokens to the engines of sibling requests.
-
-        `keys`: the requests with new tokens.
-        """
-        if self.drafts is not None:
-            self.drafts.observe(observed)
-            for number, drafts in self.drafts.spread(keys.tolist(), call.number).items():
-                if (other := self.find(number)) is not None:
-                    self.send_command(other, EngineCommand(drafts=drafts))
 
     def send_command(self, call: EngineCall, command: EngineCommand) -> None:
         """Send a command without waiting for a reply. If it arrives too late, the end of the call shows what was not carried out."""
         call.instance.actor.enqueue.options(concurrency_group="control").remote(call.epoch, command)
 
-    def spread(self, keys: np.ndarray, engines: list[int], expected: np.ndarray) -> None:
+    def spread(self, keys: np.ndarray, engines: list[int]) -> None:
         """Continue requests of a lost engine on the least loaded of `engines`, the longest expected first."""
         live = ~self.token_log.finished & (self.token_log.owner >= 0)
         held = np.bincount(self.token_log.owner[live], minlength=len(self.engines))
         heap = [(int(held[number]), number) for number in engines]
         heapq.heapify(heap)
         share: dict[int, list[int]] = {}
-        for i in keys[np.argsort(-expected[keys], kind="stable")].tolist():
+        for i in keys[np.argsort(-self.token_log.expected[keys], kind="stable")].tolist():
             load, number = heapq.heappop(heap)
             share.setdefault(number, []).append(i)
             heapq.heappush(heap, (load + 1, number))

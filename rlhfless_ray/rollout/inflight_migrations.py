@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import ray
@@ -13,12 +12,31 @@ from ray.exceptions import RayError
 
 from rlhfless_ray.engine.control_queue import EngineCommand, new_ticket
 from rlhfless_ray.engine.token_deltas import TokenDeltas
-from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, count_sequences
-from rlhfless_ray.rollout.migration_policy import MigrationRequest
+from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, Ref, count_sequences
 from rlhfless_ray.rollout.token_log import TokenLog
 
 COPY_TOKENS = 256  # shortest context whose full blocks are copied before the cut: a copy costs messages, and saves a transfer
 COPY_S = 2.0  # timeout for the copy
+
+
+@dataclass(frozen=True)
+class MigrationRequest:
+    """Requests (keys) to move from one engine to another (numbers). `how`: "prefill" computes contexts again, "pages" copies their KV."""
+
+    requests: np.ndarray
+    source: int
+    target: int
+    reason: str
+    how: str = "prefill"
+
+
+# From requests, their record, source, target and reason: moves by the faster method for each context
+ChooseMethods = Callable[[np.ndarray, TokenLog, int, int, str], list[MigrationRequest]]
+
+
+def by_prefill(requests: np.ndarray, token_log: TokenLog, source: int, target: int, reason: str) -> list[MigrationRequest]:
+    """Move requests so that the target computes their contexts again."""
+    return [MigrationRequest(requests, source, target, reason)]
 
 
 @dataclass(frozen=True)
@@ -59,12 +77,18 @@ class _Route:
 
 
 class InflightMigrations:
-    def __init__(self, calls: EngineCalls, token_log: TokenLog, expected: np.ndarray) -> None:
-        self.calls, self.token_log, self.expected = calls, token_log, expected
+    def __init__(self, calls: EngineCalls, token_log: TokenLog) -> None:
+        self.calls, self.token_log = calls, token_log
+        self.choose_methods: ChooseMethods = by_prefill
         self.leaving: dict[int, _Route] = {}  # by request: the cut was requested
         self.landing: dict[int, _Route] = {}  # by request: sent to the target, which has reported no token of it yet
         self.moved: list[MigrationStats] = []
-        self.copying: dict[Any, tuple[MigrationRequest, float]] = {}  # by reference to the copy's arrival: the move, and when to cut anyway
+        self.copying: dict[Ref, tuple[MigrationRequest, float]] = {}  # by reference to the copy's arrival: the move, and when to cut anyway
+
+    def move(self, requests: np.ndarray, source: int, target: int, reason: str) -> None:
+        """Move requests (keys) from one engine to another (numbers)."""
+        for move in self.choose_methods(requests, self.token_log, source, target, reason):
+            self.start(move)
 
     def start(self, move: MigrationRequest) -> None:
         """Ask the source to cut the requests, or first to copy their full KV blocks.
@@ -128,7 +152,7 @@ class InflightMigrations:
                 pages = (giver.actor.hand_over.options(concurrency_group="pages").remote(ticket),) if ticket else ()
                 self.calls.send(target, np.array(keys), f"take {count_sequences(len(keys))} from {giver.id}", pages)
             else:
-                self.calls.spread(np.array(keys), available, self.expected)
+                self.calls.spread(np.array(keys), available)
 
     def complete(self, call: EngineCall, deltas: TokenDeltas) -> list[MigrationStats]:
         """Return the moves that these deltas complete, because they contain the first tokens after them."""
@@ -146,7 +170,7 @@ class InflightMigrations:
         return done
 
 
-def _has_succeeded(fetch: Any) -> bool:
+def _has_succeeded(fetch: Ref) -> bool:
     try:
         return bool(ray.get(fetch))
     except RayError:  # the loss of an engine shows in its own call

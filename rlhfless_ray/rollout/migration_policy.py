@@ -1,7 +1,9 @@
-"""Decide moves of a running rollout: call the planner with live progress, and measure the duration of moves."""
+"""Move requests of a running rollout: call the planner with live progress, and measure the duration of moves."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,22 +16,15 @@ from placement.migration.decide_moves import LiveState, Moves, cut_at_share, dec
 from placement.migration.move_search import Settings
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.rollout.events import Event, RolloutProgress, TokensArrived
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep
 
+DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
 RECENT = 64  # newest step records, which determine the present speed
 MIN_COST_WEIGHT, MAX_COST_WEIGHT = 1e-4, 1e4  # seconds per slot-second: a plan needs some weight of both
-
-
-@dataclass(frozen=True)
-class MigrationRequest:
-    """Requests (keys) to move from one engine to another (numbers). `how`: "prefill" computes contexts again, "pages" copies their KV."""
-
-    requests: np.ndarray
-    source: int
-    target: int
-    reason: str
-    how: str = "prefill"
 
 
 @dataclass(frozen=True)
@@ -41,14 +36,17 @@ class MigrationRequests:
     reason: str = ""
 
 
-class MigrationPolicy:
-    """The migration policy of a run. Measured moves of one rollout inform the next."""
+class MigrationPolicy(Plugin):
+    """The migration policy of a run. Measured moves of one rollout inform the next.
+
+    It decides one thing at a time: never while a request is between two engines.
+    """
 
     def __init__(self, rule: str, tau: float, carries: bool = False, safely: Callable[..., Any] = lambda what, make, _: make()) -> None:
         """Configure the policy.
 
         Args:
-            rule: "tau", the rule of the RLHFless paper (arXiv 2602.22718) with share `tau`, or "auto", the planner's.
+            rule: "tau", the rule of the RLHFless paper (arXiv 2602.22718) with share `tau`, "auto", the planner's, or "off".
             carries: whether engines can copy KV pages.
             safely: see `Autoscaler.safely`; the default lets exceptions pass.
         """
@@ -60,6 +58,42 @@ class MigrationPolicy:
         self.group, self.group_correlation = np.zeros(0, int), 0.0
         self.speed, self.cost_weight, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
         self.safely, self.has_failed = safely, False  # after a failure a rollout continues without moves
+        self.start_s, self.decide_at_s = math.inf, 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.rule != "off"
+
+    # ---- in a rollout ---------------------------------------------------------------------------------------------
+
+    def begin(self, rollout: LiveRollout) -> None:
+        super().begin(rollout)
+        rollout.migrations.choose_methods, rollout.start_s, self.decide_at_s = self.choose_methods, self.start_s, 0.0
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, TokensArrived):
+            for moved in event.moved:
+                self.observe(moved.context_tokens, moved.pause_s, moved.how)
+        elif isinstance(event, RolloutProgress):
+            self._move()
+
+    def _move(self) -> None:
+        """Make the moves that are decided now."""
+        rollout, began_s = self.rollout, time.monotonic()
+        if rollout.stopping or rollout.migrations.leaving or not rollout.calls.running or began_s < self.decide_at_s:
+            return
+        decided = self.decide(rollout.token_log, rollout.calls.staying(), rollout.result.steps)
+        now = time.monotonic()
+        self.decide_at_s = now + max(rollout.settings.interval_s, (now - began_s) / DECIDING_SHARE)
+        if not decided.moves:
+            return
+        if decided.time_saved_s <= 0 and rollout.decide_lease().action != "Release":
+            return  # the move only saves leases, and these would be held for the next phase
+        rollout.result.decisions.append(f"{sum(len(move.requests) for move in decided.moves)} moved: {decided.reason}")
+        for move in decided.moves:
+            rollout.migrations.start(move)
+
+    # ---- decisions ------------------------------------------------------------------------------------------------
 
     def choose_methods(self, requests: np.ndarray, token_log: TokenLog, source: int, target: int, reason: str) -> list[MigrationRequest]:
         """Request moves, each by the faster method for its context. A request without tokens has no KV to copy."""
@@ -88,8 +122,15 @@ class MigrationPolicy:
         page_s = self.pages.per_unit_s if self.pages is not None else 0.0
         return float(np.where(self._prefers_pages(context), page_s, self.token_s) @ context)
 
-    def begin(
-        self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0, samples: int = 1, limit: float = np.inf
+    def prepare(
+        self,
+        lengths: np.ndarray,
+        speed: Speed,
+        second: float,
+        token_s: float = 0.0,
+        samples: int = 1,
+        limit: float = np.inf,
+        start_s: float = np.inf,
     ) -> None:
         """Prepare for a rollout.
 
@@ -99,9 +140,10 @@ class MigrationPolicy:
             token_s: Engine time to prefill one token.
             samples: Responses per prompt. They are adjacent, and their forecasts depend on each other.
             limit: Maximum response length in tokens.
+            start_s: Expected start time of a new engine.
         """
         self.has_failed, self.forecast, self.lengths = False, None, lengths
-        self.speed, self.token_s, self.limit = speed, token_s, limit
+        self.speed, self.token_s, self.limit, self.start_s = speed, token_s, limit, start_s
         self.cost_weight = float(np.clip(1 / max(second, 1e-9), MIN_COST_WEIGHT, MAX_COST_WEIGHT))
         self.group = np.arange(len(lengths)) // samples
 
@@ -191,7 +233,9 @@ class MigrationPolicy:
             term.observe(context_tokens, seconds)
 
     def state(self) -> dict[str, Any]:
-        return {name: term.state() for name, term in (("prefill", self.prefill), ("pages", self.pages)) if term is not None}
+        """Return the fitted times of moves, for a checkpoint."""
+        terms = {"prefill": self.prefill, "pages": self.pages} if self.is_on else {}
+        return {name: term.state() for name, term in terms.items() if term is not None}
 
     def restore(self, state: dict[str, Any]) -> None:
         for name, term in (("prefill", self.prefill), ("pages", self.pages)):

@@ -29,7 +29,6 @@ class RolloutResult:
     decisions: list[str] = field(default_factory=list)  # about moves, each with its reason
     exchanged: Counter[str] = field(default_factory=Counter)  # slots taken from other runs and given to them, by metric
     replaced: int = 0
-    cut_tokens: int = 0  # tokens of agents' turns that the rollout's end cut, and that begin again
     orphans: int = 0  # requests whose engine died
     drafts_saved_s: float = 0.0  # engine seconds saved against decoding without drafts, by the fitted step times
     silent_s: float = 0.0  # sum over dead engines of the seconds since their last report, whose work is repeated

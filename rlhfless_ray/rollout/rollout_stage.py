@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,22 +12,20 @@ import numpy as np
 
 from placement.scaling.engine_assignment import assign_engines
 from placement.scaling.resize_policy import Decision, assign_groups
-from rlhfless_ray.agent.agent_processes import AgentProcesses
-from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.driver import IdleEngines, PartialRun, RolloutDriver
+from rlhfless_ray.learn.colocation import ColocatedGroups
+from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.kept_pages import KeptPages
-from rlhfless_ray.rollout.listener import OnSamples, RolloutListener, WorkBeside
+from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
+from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin, RequestSource, cut_without_pages
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
-from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
-from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
+from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.rollout.rollout_result import RolloutResult
-from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import SharedSlots
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
@@ -36,7 +34,7 @@ from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.step.requests import make_evaluation_requests
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import Prompt, Request, Sample, WeightVersion
+from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
 BESIDE_S = 1.0  # interval at which a rollout without slots looks whether the update beside it has ended
@@ -47,38 +45,43 @@ class RolloutStage:
         self,
         context: RunContext,
         pool: WorkerPool,
-        publisher: WeightPublisher,
-        tokenizer: Any,
+        publisher: ColocatedGroups,
+        make_source: Callable[[WantedResponses], RequestSource],
         weight_bytes: int,
         *,
-        prefix: PrefixPages | None = None,
-        agents: AgentProcesses | None = None,
+        carries: bool = False,
         drafter: TrainedDrafter | None = None,
         kept: KeptPages | None = None,
         on_end_near: Callable[[float, Slot], None] = lambda seconds, slot: None,
+        on_no_pages: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Create the stage.
 
         Args:
             publisher: the learner, which publishes the weights and needs the slots next.
-            prefix: sends engines KV pages of their prompts.
-            agents: processes of the agents in multi-turn rollouts.
+            make_source: returns the source of a rollout's requests.
+            carries: whether engines can copy KV pages.
             drafter: a draft model that is trained on the responses.
             kept: KV pages of responses that continue in the next step.
             on_end_near: called with the seconds until the rollout ends and a slot that will be free then.
+            on_no_pages: called if an engine cannot keep KV pages, with the reason.
         """
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
-        self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
+        self.on_no_pages = on_no_pages
+        self.make_source, self.weight_bytes = make_source, weight_bytes
         self.began_s = 0.0
         self.restart_s: float | None = None  # time of the last rollout besides decoding and loading; None after a cold start
         self.idle_s: Callable[[float], float] | None = None  # beside an update, see `phase`
-        self.prefix, self.agents, self.drafter, self.kept = prefix, agents, drafter, kept
+        self.drafter, self.kept = drafter, kept
+        self.drafters = [drafter] if drafter is not None else []
         self.traffic = WeightTraffic()
-        self.drafts = SharedDrafts() if context.recipe.rollout.speculation != "off" else None
         rollout = context.recipe.rollout
-        can_move = rollout.migrate != "off" and agents is None  # the remaining length of an episode cannot be forecast
-        carries = prefix is not None and not prefix.blocked
-        self.migration = MigrationPolicy(rollout.migrate, rollout.migrate_tau, carries, context.autoscaler.safely) if can_move else None
+        self.drafts = SharedDrafts(drafter) if rollout.speculation != "off" else None
+        rule = "off" if context.recipe.agent.path else rollout.migrate  # the remaining length of an episode cannot be forecast
+        self.migration = MigrationPolicy(rule, rollout.migrate_tau, carries, context.autoscaler.safely)
+        self.of_all: list[Plugin] = [self.drafts] if self.drafts is not None else []  # plugins of every rollout
+        self.of_steps: list[Plugin] = [kept] if kept is not None else []
+        self.cuts = kept.cuts if kept is not None else cut_without_pages
 
     def warm(self, width: int) -> int:
         """Return the number of engines of `width` slots that need no cold start. Other runs may keep the devices of parked ones."""
@@ -87,7 +90,7 @@ class RolloutStage:
 
     def assign_prompts(self, step: Step) -> list[np.ndarray]:
         """Return the positions of the prompts that the plan assigns to each engine."""
-        return self._prompts(self._shares(step, step.plan.actors))
+        return [share // step.batch.count for share in self._shares(step, step.plan.actors)]
 
     def begin(self, step: Step, weights: WeightVersion) -> None:
         """Start engines of a planned step before its phase: they take free leases and load the weights.
@@ -143,10 +146,6 @@ class RolloutStage:
         if shares and len({e.slot.node for e in engines}) > 1:
             longest = self.pool.working[int(np.argmax(work_s))]
             step.metrics["rollout/longest_at_home"] = float(longest.slot.node in homes)
-
-    def _prompts(self, shares: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the prompts of these requests, by engine."""
-        return [share // self.context.recipe.rollout.samples_per_prompt for share in shares]
 
     @contextmanager
     def phase(
@@ -224,41 +223,35 @@ class RolloutStage:
         self,
         step: Step,
         weights: WeightVersion,
-        overlap: WorkBeside | None,
-        until: Callable[[RolloutDriver], bool] = lambda driver: False,
+        plugins: Sequence[Plugin] = (),
+        until: Callable[[LiveRollout], bool] = lambda rollout: False,
         on_samples: OnSamples = lambda new: None,
     ) -> list[Sample]:
         """Generate until enough groups of the step's batch are complete. Returns all its samples, without reward.
 
-        `overlap`: works on slots that engines left. `until`: ends the rollout earlier. `on_samples`: called with samples as they finish.
+        `plugins`: take part in this rollout. `until`: ends the rollout earlier. `on_samples`: called with samples as they finish.
         """
-        count = self.context.recipe.rollout.samples_per_prompt
-        batch = step.batch
-        requests, lengths = batch.requests(self.context.recipe), step.expected_work + batch.made[:, None]
-        if self.migration is not None:
-            autoscaler, elastic = self.context.autoscaler, self.context.recipe.functions.elastic
-            second = autoscaler.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
-            prefill, limit = autoscaler.terms.prefill.per_unit_s, self.context.recipe.rollout.max_tokens
-            self.migration.begin(lengths, autoscaler.engines.fit.speed, second, prefill, count, limit)
+        recipe, batch = self.context.recipe, step.batch
+        requests, lengths = batch.requests(recipe), step.expected_work + batch.made[:, None]
+        self._begin_moves(lengths)
         shares = self._shares(step, len(self.pool.working))
         self._order_engines(step, shares, weights)
-        if self.prefix is not None and step.prefixes is not None:
-            tokens = [p.token_ids for p in step.prompts]
-            self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
-        samples = self._samples(requests, step.prompts, weights)
-        listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None, on_samples)
-        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, PartialRun(batch, until, self.kept))
-        if overlap is not None:
-            overlap.finish()
-        step.metrics |= {**result.metrics(step.metrics), **(overlap.metrics() if overlap is not None else {})}
-        step.metrics |= self.traffic.metrics(weights, self.publisher.complete_nodes)
-        if isinstance(samples, EpisodeSamples):
-            step.metrics |= samples.metrics()
-            if batch.cuts:
-                step.metrics["agent/cut_tokens"] = result.cut_tokens + step.metrics.get("agent/cut_tokens", 0)
-        if self.prefix is not None and step.prefixes is not None:
-            step.metrics |= self.prefix.finish(step.prefixes)
-        return batch.join(samples.all(), result.unfinished)
+        wanted = WantedResponses(
+            requests, step.prompts, lengths.mean(1), weights.version, batch.before(), batch.cuts, self.kept is not None
+        )
+        source, listener = self.make_source(wanted), RolloutListener(self._on_progress, on_samples)
+        ending = Ending(lambda rollout: batch.is_enough(source.ended) or until(rollout), batch.until_enough, self.cuts)
+        driver = self._driver(source, weights, [listener, *self.of_all, *self.of_steps, *self._moves(), *plugins], ending)
+        result = self._run(driver, shares)
+        step.metrics |= driver.rollout.metrics(step.metrics) | self.traffic.metrics(weights, self.publisher.complete_nodes)
+        return batch.join(source.samples.all(), result.unfinished)
+
+    def _begin_moves(self, lengths: np.ndarray) -> None:
+        """Prepare the migration policy. `lengths`: (n, S) draws of the responses' lengths."""
+        autoscaler, rollout, elastic = self.context.autoscaler, self.context.recipe.rollout, self.context.recipe.functions.elastic
+        second = autoscaler.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
+        speed, prefill, start_s = autoscaler.engines.fit.speed, autoscaler.terms.prefill.per_unit_s, autoscaler.terms.cold_start.predict()
+        self.migration.prepare(lengths, speed, second, prefill, rollout.samples_per_prompt, rollout.max_tokens, start_s)
 
     def answer(self, prompts: list[Prompt], settings: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
         """Generate the responses of an evaluation on as many engines as possible. `settings`: (temperature, responses per prompt)."""
@@ -268,74 +261,34 @@ class RolloutStage:
         requests = make_evaluation_requests(context.recipe, prompts, settings)
         prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in settings])
         expected = context.autoscaler.expected(prompts)[prompt_of]
-        samples = self._samples(requests, prompts, weights)
-        listener = self._listener(samples, None)
-        self._run(requests, assign_groups(expected, prompt_of, len(self.pool.working)), expected, weights, None, listener)
+        source = self.make_source(WantedResponses(requests, prompts, expected, weights.version))
+        driver = self._driver(source, weights, [RolloutListener(self._on_progress), *self.of_all])
+        self._run(driver, assign_groups(expected, prompt_of, len(self.pool.working)))
         context.broker.put(self._park())
-        return samples.all()
+        return source.samples.all()
 
-    def _samples(self, requests: list[Request], prompts: list[Prompt], weights: WeightVersion) -> ResponseSamples | EpisodeSamples:
-        if self.agents is not None:
-            return EpisodeSamples(requests, prompts, weights.version)
-        return ResponseSamples(requests, prompts, self.tokenizer)
-
-    def _driver(self, samples: ResponseSamples | EpisodeSamples, requests: list[Request]) -> Callable[..., RolloutDriver]:
-        if self.agents is None:
-            return RolloutDriver
-        column = self.context.recipe.answer_column
-        prompts = [samples.prompts[one.id.row] for one in requests]
-        labels = [(prompt.text, prompt.row.get(column, "") if column else "") for prompt in prompts]
-        return partial(MultiTurnRollout, self.agents, labels)
-
-    def _listener(
-        self, samples: ResponseSamples | EpisodeSamples, overlap: WorkBeside | None, on_samples: OnSamples = lambda new: None
-    ) -> RolloutListener:
-        return RolloutListener(samples, overlap, self._leave, 2 * self.context.autoscaler.terms.warm_start.predict(), on_samples)
-
-    def _run(
-        self,
-        requests: list[Request],
-        shares: list[np.ndarray],
-        expected: np.ndarray,
-        weights: WeightVersion,
-        migration: MigrationPolicy | None,
-        listener: RolloutListener,
-        partial_run: PartialRun | None = None,
-    ) -> RolloutResult:
-        recipe, autoscaler = self.context.recipe, self.context.autoscaler
-        self.began_s = time.monotonic()
-        all_warm = all(instance.memory_mb > 0 for instance in self.pool.working)
-        self.traffic.loaded(weights.version, (instance.slot.node for instance in self.pool.working))
-        if self.drafts is not None and self.drafter is not None:
-            self.drafts.weights = self.drafter.version, self.drafter.weights
-        shared = self._shared_slots() if migration is not None else None
-        driver = self._driver(listener.samples, requests)(  # type: ignore[arg-type]
-            self.pool,
-            requests,
-            expected,
-            weights,
-            interval_s=recipe.rollout.stream_interval_s,
-            silence_s=recipe.rollout.silence_s,
-            idle=IdleEngines(self.publisher.learner_slots, self.decide_lease, self.give_back),
-            on_progress=self._on_progress,
-            listener=listener,
-            migration=migration,
-            start_s=autoscaler.terms.cold_start.predict(),
-            partial_run=partial_run,
-            drafts=self.drafts,
-            shared=shared,
+    def _driver(self, source: RequestSource, weights: WeightVersion, plugins: list[Plugin], ending: Ending = Ending()) -> RolloutDriver:  # noqa: B008
+        rollout = self.context.recipe.rollout
+        settings = DriverSettings(
+            rollout.stream_interval_s,
+            rollout.silence_s,
+            self.publisher.learner_slots,
+            self.decide_lease,
+            self.give_back,
+            self._leave,
             waits=self.idle_s is None,
         )
-        try:
-            result = driver.run(shares, recipe.rollout.deadline_s)
-        finally:
-            if shared is not None:
-                shared.close()
-        if self.drafts is not None:
-            self.drafts.end(result.steps)
-            result.drafts_saved_s = self.drafts.saved_s(result.steps)
+        return RolloutDriver(self.pool, source, weights, settings, ending, plugins)
+
+    def _run(self, driver: RolloutDriver, shares: list[np.ndarray]) -> RolloutResult:
+        """Generate the responses, and measure what the planner needs to know."""
+        autoscaler, version = self.context.autoscaler, driver.rollout.weights.version
+        self.began_s = time.monotonic()
+        all_warm = all(instance.memory_mb > 0 for instance in self.pool.working)
+        self.traffic.loaded(version, (instance.slot.node for instance in self.pool.working))
+        result = driver.run(shares, self.context.recipe.rollout.deadline_s)
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)
-        self.traffic.loaded(weights.version, (node for node, _ in result.loads))
+        self.traffic.loaded(version, (node for node, _ in result.loads))
         for node, seconds in result.loads:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
         self.restart_s = max(0.0, overhead_s - max((seconds for _, seconds in result.loads), default=0.0)) if all_warm else None
@@ -345,20 +298,24 @@ class RolloutStage:
     @property
     def grows(self) -> bool:
         """Whether a rollout takes slots from a shared pool, and gives slots to other runs, while it runs."""
-        return self.migration is not None
+        return self.migration.is_on
 
-    def _shared_slots(self) -> SharedSlots | None:
-        """Return the exchange of slots with other runs of the cluster, or None without a shared pool."""
+    def _moves(self) -> list[Plugin]:
+        """Return what moves requests between engines, and exchanges slots with other runs of the cluster."""
+        return [*self._shared_slots(), self.migration] if self.migration.is_on else []
+
+    def _shared_slots(self) -> list[Plugin]:
+        """Return the exchange of slots. There is none without a shared pool."""
         context, autoscaler, source = self.context, self.context.autoscaler, self.context.leases.source
         if autoscaler.bids is None or not isinstance(source, PoolClient):
-            return None
+            return []
         width = self.pool.width
 
         def renew(left: np.ndarray, tokens: np.ndarray, working: int, warm: int) -> int:
             return autoscaler.renew_rollout(left, tokens, working, warm, context.most_engines(width))  # nodes may join while it runs
 
         most = min(autoscaler.bids.most // width, context.most_engines(width))
-        return SharedSlots(context.leases, source, most, autoscaler.terms.warm_start.predict(), renew)
+        return [SharedSlots(context.leases, source, most, autoscaler.terms.warm_start.predict(), renew)]
 
     def give_back(self, instance: Instance, decision: Decision) -> None:
         """Release the lease of an idle engine if the decision says so. An engine that is still starting keeps it."""
@@ -367,7 +324,7 @@ class RolloutStage:
 
     def state(self) -> dict[str, Any]:
         """Return the fitted times of moves, for a checkpoint."""
-        return self.migration.state() if self.migration is not None else {}
+        return self.migration.state()
 
     def files(self) -> Files:
         """Return the state that is too large for JSON, as files."""
@@ -378,8 +335,7 @@ class RolloutStage:
             self.drafter.restore(files)
 
     def restore(self, state: dict[str, Any]) -> None:
-        if self.migration is not None:
-            self.migration.restore(state)
+        self.migration.restore(state)
 
     def _leave(self, instance: Instance) -> list[Lease]:
         """Park an engine and return its leases."""
@@ -395,10 +351,9 @@ class RolloutStage:
     def _record_start(self, instance: Instance) -> None:
         if spans := self.context.record_start(instance):
             self.context.autoscaler.terms.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in spans))
-            if instance.keeps_no_pages and self.prefix is not None:
-                self.prefix.block(f"{instance.keeps_no_pages}; moved contexts are computed again")
-                if self.migration is not None:
-                    self.migration.pages = None
+            if instance.keeps_no_pages:
+                self.on_no_pages(f"{instance.keeps_no_pages}; moved contexts are computed again")
+                self.migration.pages = None
             if instance.drafter_failure:
                 self.context.record.progress.message(f"{instance.id} drafts without the drafter, which failed: {instance.drafter_failure}")
 

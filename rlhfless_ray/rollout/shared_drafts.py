@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from placement.drafting import Learned, News
-from rlhfless_ray.engine.control_queue import DraftNews
-from rlhfless_ray.rollout.token_log import NO_ENGINE, TokenLog
-from rlhfless_ray.types import EngineStep
-
-if TYPE_CHECKING:
-    from rlhfless_ray.types import Request
+from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
+from rlhfless_ray.rollout.engine_calls import Attached
+from rlhfless_ray.rollout.events import Event, RolloutEnded, TokensArrived
+from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
+from rlhfless_ray.rollout.token_log import NO_ENGINE
+from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
+from rlhfless_ray.types import EngineStep, Request
 
 KEPT_TOKENS = 100_000  # tokens of responses of earlier steps. A checkpoint has them as numbers, about 0.6 MB
 
@@ -30,20 +31,26 @@ class _Text:
     known_by: set[str]
 
 
-class SharedDrafts:
-    """The driver's shared data for drafts, for a whole run. `begin` starts a rollout, and `end` keeps its responses for later steps."""
+class SharedDrafts(Plugin):
+    """The driver's shared data for drafts, for a whole run. `end` keeps a rollout's responses for later steps."""
 
-    def __init__(self, kept_tokens: int = KEPT_TOKENS) -> None:
+    def __init__(self, drafter: TrainedDrafter | None = None, kept_tokens: int = KEPT_TOKENS) -> None:
+        """`drafter`: a draft model that is trained during the run, whose newest weights engines get."""
         self.learned = Learned()
         self.kept_tokens = kept_tokens
         self.earlier: dict[str, list[_Text]] = {}  # by prompt, the least recently used first
         self.total = 0  # tokens in `earlier`
         self.names = itertools.count()
-        self.weights: tuple[int, Any] = (0, None)  # newest version of a trained drafter, and a reference to its {name: array}
+        self.drafter = drafter
+        self.weights: tuple[int, Any] = (0, None)  # version of the drafter in this rollout, and a reference to its {name: array}
         self.versions: dict[str, int] = {}  # version of the drafter that each instance has, by instance id
 
-    def begin(self, token_log: TokenLog) -> None:
+    def begin(self, rollout: LiveRollout) -> None:
         """Start a rollout. Prompts that come later, as in multi-turn rollouts, share no text."""
+        super().begin(rollout)
+        if self.drafter is not None:
+            self.weights = self.drafter.version, self.drafter.weights
+        token_log = rollout.token_log
         self.log, self.kept = token_log, token_log.finished.copy()  # responses of earlier rollouts are in `earlier`
         self.prompts = [_digest(request) for request in token_log.requests]
         self.groups: dict[str, list[int]] = {}
@@ -52,6 +59,21 @@ class SharedDrafts:
         self.text_names = [next(self.names) for _ in self.prompts]
         self.instances: dict[int, str] = {}  # ids of the engines' instances, by number
         self.sent: dict[tuple[int, int], int] = {}  # (request, engine) → tokens of the response that were sent to the engine
+
+    def attach(self, number: int, requests: list[Request]) -> Attached:
+        return {"drafts": self.for_call(number, self.rollout.calls.engines[number].id, [request.key for request in requests])}
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, TokensArrived):
+            calls = self.rollout.calls
+            self.observe(event.deltas.observed)
+            for number, drafts in self.spread(event.deltas.keys.tolist(), event.call.number).items():
+                if (other := calls.find(number)) is not None:
+                    calls.send_command(other, EngineCommand(drafts=drafts))
+        elif isinstance(event, RolloutEnded):
+            result = self.rollout.result
+            self.end(result.steps)
+            result.drafts_saved_s = self.saved_s(result.steps)
 
     def for_call(self, number: int, instance: str, keys: Sequence[int]) -> DraftNews:
         """Return the data for an engine that begins to work on these requests."""

@@ -10,32 +10,40 @@ import numpy as np
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.token_deltas import CUT, ENDS, GOES_ON, TokenDeltas
-from rlhfless_ray.rollout.growable_array import GrowableArray
 from rlhfless_ray.types import UNFINISHED, Completion, Request
 
 NO_ENGINE = -1
+OUTLIVES = 1.1  # a response longer than its forecast is expected to reach this multiple of its present length
 
 
 class TokenLog:
     """Requests by key 0 … n-1, engines by number. The record survives the loss of engines.
 
     `length` (n,): tokens so far. `finished` (n,): bool. `owner` (n,): the engine that continues or has finished the request, or
-    NO_ENGINE.
+    NO_ENGINE. `prompt` (n,): tokens of the prompts. `expected` (n,): forecast tokens of the responses.
     """
 
-    def __init__(self, requests: list[Request], before: Mapping[int, Completion] = MappingProxyType({}), keeps_kv: bool = False) -> None:
+    def __init__(
+        self,
+        requests: list[Request],
+        before: Mapping[int, Completion] = MappingProxyType({}),
+        keeps_kv: bool = False,
+        expected: np.ndarray | None = None,
+    ) -> None:
         """Create the record.
 
         Args:
             before: completions of earlier rollouts by the keys of some of the requests, finished or not.
             keeps_kv: whether a response keeps the KV of the weights under which it began.
+            expected: (n,) forecast tokens of the responses. None: 0.
         """
         if [request.key for request in requests] != list(range(len(requests))):
             raise ValueError("the keys of the requests must count from 0")
         self.requests, self.keeps_kv = requests, keeps_kv
         length, finished, owner = np.zeros(len(requests), np.int64), np.zeros(len(requests), bool), np.full(len(requests), NO_ENGINE)
         prompt = np.array([len(request.token_ids) for request in requests], np.int64)
-        self._columns = [GrowableArray(values) for values in (length, finished, owner, prompt)]
+        forecast = np.zeros(len(requests)) if expected is None else np.array(expected, float)
+        self._buffers = [length, finished, owner, prompt, forecast]  # each doubles when it is full
         self._update_views()
         self.completions: dict[int, Completion] = {}
         self._pieces: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in requests]
@@ -50,23 +58,29 @@ class TokenLog:
         elif len(completion.token_ids):
             self._pieces[i], self._versions[i] = [(completion.token_ids, completion.logprobs)], list(completion.versions)
 
-    def add(self, request: Request) -> int:
-        """Add a request under the next key, and return that key."""
+    def add(self, request: Request, expected: float = 0.0) -> int:
+        """Add a request with its forecast tokens under the next key, and return that key."""
         i = len(self.requests)
         self.requests.append(replace(request, key=i))
-        for column, value in zip(self._columns, (0, False, NO_ENGINE, len(request.token_ids)), strict=True):
-            column.append(value)
+        if i == len(self._buffers[0]):
+            self._buffers = [np.concatenate([buffer, np.empty(max(16, i), buffer.dtype)]) for buffer in self._buffers]
+        for buffer, value in zip(self._buffers, (0, False, NO_ENGINE, len(request.token_ids), expected), strict=True):
+            buffer[i] = value
         self._update_views()
         self._pieces.append([])
         self._versions.append([])
         return i
 
     def _update_views(self) -> None:
-        self.length, self.finished, self.owner, self.prompt = (column.values for column in self._columns)
+        self.length, self.finished, self.owner, self.prompt, self.expected = (buffer[: len(self.requests)] for buffer in self._buffers)
 
     @property
     def missing(self) -> int:
         return len(self.requests) - len(self.completions)
+
+    def left(self) -> np.ndarray:
+        """Return (n,) the tokens that each request is expected to still get, 0 for finished ones."""
+        return np.where(self.finished, 0.0, np.maximum(self.expected, OUTLIVES * self.length) - self.length)
 
     def unfinished(self, version: int) -> list[Completion]:
         """Return the unfinished requests with their tokens so far. `version`: weight version for those without tokens."""
@@ -113,9 +127,11 @@ class TokenLog:
         return keys[ended], cut
 
     def _check(self, engine: int, name: str, deltas: TokenDeltas) -> None:
-        wrong = ~np.isin(deltas.keys, self.owed(engine))
-        if wrong.any():
-            key = int(deltas.keys[wrong][0])
+        known = (deltas.keys >= 0) & (deltas.keys < len(self.requests))
+        keys = deltas.keys[known]
+        known[known] = (self.owner[keys] == engine) & ~self.finished[keys]
+        if not known.all():
+            key = int(deltas.keys[~known][0])
             raise RunError(f"rollout engine {name} reports request {key}, which is not assigned to it")
         if len(set(deltas.keys.tolist())) < len(deltas):
             raise RunError(f"rollout engine {name} reports one request twice in one message")

@@ -55,7 +55,7 @@ class TrainedDrafter:
         if (instance := self.pool.prewarm(slot)) is not None:
             self.imported[instance.id] = instance.actor.__ray_ready__.remote()
 
-    # ---- while engines work, see `OverlapScheduler` ----------------------------------------------------------------
+    # ---- while engines work, see `EarlyWork` ---------------------------------------------------------------------
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
         """Queue finished samples."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import ray
 
@@ -23,6 +24,8 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.kept_pages import KeptPages
+from rlhfless_ray.rollout.multi_turn import EpisodeTurns
+from rlhfless_ray.rollout.request_source import PlainRequests
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
@@ -88,13 +91,13 @@ class Stages:
             context,
             make.engines("rollout", actors.rollout, engine, config, *of_drafter, labels=labels),
             learn.worker_groups,
-            inputs.tokenizer,
+            partial(PlainRequests, inputs.tokenizer) if agents is None else partial(EpisodeTurns, agents, recipe.answer_column),
             sum(len(content) for name, content in files.items() if name.endswith(".safetensors")),
-            prefix=prefix,
-            agents=agents,
+            carries=prefix is not None and not prefix.blocked,
             drafter=drafter,
             kept=_kept_pages(recipe, files) if recipe.rollout.partial_kv == "keep" else None,
             on_end_near=score.prepare,
+            on_no_pages=(lambda reason: None) if prefix is None else prefix.block,
         )
         agreement = Agreement(context, learn.worker_groups, rollout.pool) if actors.computes else None
         return cls(context, make.faults, prefix, rollout, score, learn, agents, agreement)

@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from placement.forecast.forecaster import Scenarios
-from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.common.pending import Pending
@@ -26,13 +24,16 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.prefix.prefix_stage import PrefixStage
 from rlhfless_ray.recipe.rollout_mode import RolloutMode
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.listener import OnSamples, WorkBeside
-from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
+from rlhfless_ray.rollout.listener import OnSamples
+from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.session.prompt_source import Pick, PromptSource
+from rlhfless_ray.session.send_prefixes import SendPrefixes
+from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step, StepProgress
@@ -323,7 +324,7 @@ class RolloutSession:
         """Generate the missing responses of the step's batch, and set its samples if enough of its groups are complete then."""
         if self.update is None:
             began_s = self.working_s
-            samples = self.generate(step, self._work_beside(step))
+            samples = self.generate(step)
             self._observe_pause(began_s)
         else:
             if not self.stage.pool.working or (found := self._generate_beside_update(step)) is None:
@@ -332,21 +333,32 @@ class RolloutSession:
             samples = found
         step.samples = self._take_groups(step, samples)
 
-    def generate(self, step: Step, overlap: WorkBeside | None, until: Any = lambda driver: False) -> list[Sample]:
-        """Return all samples of the step's batch, once its groups are complete or `until` says so. `overlap`: works beside the engines."""
+    def generate(self, step: Step, until: Callable[[LiveRollout], bool] = lambda rollout: False) -> list[Sample]:
+        """Return all samples of the step's batch, once its groups are complete or `until` says so."""
         assert self.weights is not None
-        return self.stage.generate(step, self.weights, overlap, until, self.on_samples)
+        early = self._early_work(step)
+        plugins: list[Plugin] = [*early] if self.context.recipe.functions.elastic else []
+        if self.prefix is not None and step.prefixes is not None:
+            plugins.append(SendPrefixes(self.prefix, step.prefixes, step))
+        samples = self.stage.generate(step, self.weights, plugins, until, self.on_samples)
+        for work in early:
+            work.finish()
+            step.metrics |= work.report()
+        return samples
 
     on_samples: OnSamples = staticmethod(lambda new: None)  # called with samples as they finish
 
-    def _work_beside(self, step: Step) -> WorkBeside | None:
-        """Return what scores and learns on slots that engines have left."""
-        broker = self.context.broker
-        if not self.context.recipe.scores or (self.mode.boundary.cuts and self.mode.begins_beside_update):
-            return None
-        if self.mode.boundary.cuts:
-            return PartialOverlap(self.scoring, self.learn, broker, step.batch)
-        return OverlapScheduler(self.scoring, self.learn, broker, len(step.prompts), step.batch.count, self.stage.drafter)
+    def _early_work(self, step: Step) -> list[EarlyWork]:
+        """Return what scores and learns while engines work. Beside an update this is nothing if responses will be cut."""
+        beside, cuts, context = self.update is not None, self.mode.boundary.cuts, self.context
+        if not context.recipe.scores or (cuts and self.mode.begins_beside_update):
+            return []
+        drafters = [] if cuts or beside else self.stage.drafters
+        handover_s = 2 * context.autoscaler.terms.warm_start.predict()
+        work = EarlyWork(
+            self.scoring, self.learn, context.broker, step.batch, beside_update=beside, drafters=drafters, handover_s=handover_s
+        )
+        return [work]
 
     def _observe_pause(self, generate_began_s: float) -> None:
         if self.pause is not None and self.stage.restart_s is not None:
@@ -359,7 +371,7 @@ class RolloutSession:
         assert self.update is not None
         with suppress(NoRoom):
             if not self.mode.boundary.cuts:
-                return self.generate(step, BesideUpdate(self.learn, self.context.broker, len(step.batch.ids)))
+                return self.generate(step)
             recipe = self.context.recipe  # the rest of an episode cannot be forecast; without importance weights age has no known price
             timing = WeightTiming(
                 self.context.autoscaler,
@@ -369,7 +381,7 @@ class RolloutSession:
                 sum(len(rank.leases) for rank in self.learn.worker_group.by_rank),
                 can_wait=recipe.functions.elastic and not recipe.agent.path and not recipe.algorithm.uncorrected_lag,
             )
-            samples = self.generate(step, None, timing.ends)
+            samples = self.generate(step, timing.ends)
             step.metrics |= timing.metrics()
             return samples
         return None

@@ -97,7 +97,7 @@ class RolloutBatch:
     def _count(self, finished: Collection[int]) -> bool:
         """Add the groups that are complete by now. Returns whether there are any new ones."""
         before = len(self.completed)
-        for key in islice(finished, self.seen, None):
+        for key in islice(finished, self.seen, None) if len(finished) > self.seen else ():  # skipping costs time as well
             self.seen += 1
             group = self.group_of[key]
             self.missing[group] -= 1

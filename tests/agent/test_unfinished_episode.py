@@ -15,10 +15,12 @@ from rlhfless_ray.agent.agent_processes import AgentProcesses
 from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.unfinished_episode import replies_of, token_versions, unfinished_episode, versions_of_turns
-from rlhfless_ray.rollout.driver import IdleEngines, PartialRun
-from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
+from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending
+from rlhfless_ray.rollout.multi_turn import EpisodeTurns
+from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.session.sample_state import as_json, from_json
-from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, SampleId, WeightVersion
+from rlhfless_ray.types import UNFINISHED, UNNAMED, Completion, Prompt, Request, Sample, SampleId, WeightVersion
 
 pytestmark = pytest.mark.pure
 
@@ -62,18 +64,12 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
     agents.replies = {1: [SECOND[:2]]}
     complete = Completion(0, np.array([3], np.int32), np.zeros(1, np.float32), "stop", 3)
     begun = unfinished_episode(1, (FIRST,), newest=3)
-    batch: Any = SimpleNamespace(before=lambda: {0: complete, 1: begun}, is_enough=lambda finished: len(finished) >= 1)
-    rollout = MultiTurnRollout(
-        agents,
-        [("", "")] * 3,
-        SimpleNamespace(working=[None]),  # type: ignore[arg-type]
-        [Request(key, (1, 2), key, 8, 1.0) for key in range(3)],
-        np.full(3, 9.0),
-        WeightVersion(4, ()),
-        interval_s=1.0,
-        silence_s=1.0,
-        idle=IdleEngines(1, lambda tail_s, needed: Hold(1, ""), lambda *_: None),
-        partial_run=PartialRun(batch),
+    requests = [Request(key, (1, 2), key, 8, 1.0) for key in range(3)]
+    source = EpisodeTurns(
+        agents, "", WantedResponses(requests, [Prompt(UNNAMED.row, "", (1, 2))], np.full(3, 9.0), 4, {0: complete, 1: begun}, cuts=True)
     )
+    settings = DriverSettings(1.0, 1.0, 1, lambda tail_s, needed: Hold(1, ""), lambda *_: None)
+    pool: Any = SimpleNamespace(working=[None])
+    rollout = RolloutDriver(pool, source, WeightVersion(4, ()), settings, Ending(lambda rollout: len(source.ended) >= 1))
     left = rollout.run([np.array([1, 2])], 9.0).unfinished
     assert [(one.key, one.token_ids.tolist(), one.turns) for one in left] == [(1, [5, 6], begun.turns), (2, [], ())]

@@ -14,7 +14,6 @@ from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.functions.worker_pool import NoRoom
-from rlhfless_ray.session import rollout_session
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
@@ -119,10 +118,6 @@ def test_a_rollout_beside_the_update_whose_engines_are_lost_begins_after_it(work
 
     step = Step(4, batch=SimpleNamespace(ids=[], count=1))  # type: ignore[arg-type]
     monkeypatch.setattr(run.session, "generate", lost)
-    monkeypatch.setattr(rollout_session, "BesideUpdate", lambda *_: None)
-    monkeypatch.setattr(run.session, "_work_beside", lambda step: None)
-    run.session.learn = None  # type: ignore[assignment]
-    run.session.context.broker = None  # type: ignore[assignment]
     run.session._generate(step)
     assert not step.samples and run.said == ["step 4: no slot is free beside the update, so its rollout begins after it"]
     run.session.update, run.session.context.leases.waited_s = None, 0.0

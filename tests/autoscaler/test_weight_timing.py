@@ -13,14 +13,13 @@ import pytest
 
 from placement import Speed
 from placement.scaling.resize_policy import Hold
-from rlhfless_ray.autoscaler import weight_timing
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.session import rollout_session
+from rlhfless_ray.session import rollout_session, weight_timing
 from rlhfless_ray.session.rollout_session import Pause, RolloutSession
+from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 
@@ -80,6 +79,7 @@ def test_waits_for_slots_of_other_runs_are_no_part_of_a_pause() -> None:
     recipe, step = measured().recipe, Step(2)
     autoscaler = Autoscaler(recipe, Speed(0.01, 0.0))
     session.context = SimpleNamespace(recipe=recipe, leases=leases, autoscaler=autoscaler, broker=None)
+    session.prefix = None
     session.mode, session.weights, session.step, session.accounted = recipe.rollout.mode, object(), step, lambda name, phase: phase
     session._take_groups = lambda step, samples: samples
 
@@ -139,6 +139,7 @@ def test_runs_whose_waiting_cannot_be_priced_take_weights_at_once(changed: dict,
     monkeypatch.setattr(rollout_session, "WeightTiming", lambda *arguments, can_wait: asked.append(can_wait) or timing(measured()))
     tree = {"prompts": {"task": "chain", "batch_prompts": 8}, "reward": {"function": "task"}, "rollout": ROLLOUT}
     session, recipe = RolloutSession.__new__(RolloutSession), Recipe.parse(tree | changed)
+    session.prefix = None
     session.mode, session.update, session.weights = recipe.rollout.mode, Pending(lambda: None), object()
     session.groups = SimpleNamespace(stale_cost=SimpleNamespace(lags=1.0, per_version=0.1))
     session.context = SimpleNamespace(recipe=recipe, autoscaler=measured(), most_engines=lambda width: 2)

@@ -24,6 +24,7 @@ from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Request, Span, WeightVersion
 from tests.conftest import lives
+from tests.rollout_drivers import driver_of
 
 pytestmark = pytest.mark.ray
 
@@ -225,17 +226,15 @@ def engines(ray_cluster):
 
 
 def roll_out(pool: WorkerPool, version: int, give_back=lambda *_: None, shares: int = 1) -> None:
-    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
-
     requests = [Request(key, (1,), 0, 4, 1.0) for key in range(4)]
-    RolloutDriver(
+    driver_of(
         pool,
         requests,
-        np.ones(4),
         WeightVersion(version, ()),
-        interval_s=0.1,
-        silence_s=60.0,
-        idle=IdleEngines(0, lambda tail_s, needed: Release(0, "not needed"), give_back),
+        expected=1.0,
+        needed_next=0,
+        decide=lambda tail_s, needed: Release(0, "not needed"),
+        give_back=give_back,
     ).run(np.array_split(np.arange(4), shares), deadline_s=120.0)
 
 

@@ -14,7 +14,8 @@ from benchmarks.common.fault_injection import FaultInjector, kill, kill_index, p
 from placement.scaling.prefix_benefit import PrefixSpeed
 from placement.speed.cost_terms import Term
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest, MigrationRequests
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep
 from tests.conftest import samples, small_recipe
@@ -55,7 +56,7 @@ def test_prefix_kv_and_killed_processes_change_no_sample(private_ray: None, tmp_
     nobody: Any = lambda run, moment: None  # noqa: E731
     with engines_in_step(), FaultInjector(recipe, nobody) as run:  # what is to move must not have ended before the driver looks
         stage = run.parts.stages.rollout
-        assert stage.migration is not None and stage.migration.pages is not None
+        assert stage.migration.is_on and stage.migration.pages is not None
         stage.migration = ToAndFro("auto", 0.7, carries=True)
         for step in run:
             found = step.metrics

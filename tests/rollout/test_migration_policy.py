@@ -30,7 +30,7 @@ def forecasts(lengths: list[float], draws: int = 64, spread: float = 0.2) -> np.
 
 def begun(rule: str, lengths: list[float], second: float = 1.0, tau: float = 0.7) -> MigrationPolicy:
     migration = MigrationPolicy(rule, tau)
-    migration.begin(forecasts(lengths), SPEED, second)
+    migration.prepare(forecasts(lengths), SPEED, second)
     return migration
 
 
@@ -55,7 +55,7 @@ def test_auto_consolidates_the_tail_only_when_leases_cost() -> None:
 def test_auto_spreads_requests_to_an_idle_engine() -> None:
     slow = Speed(base_s=0.01, per_seq_s=0.01)
     migration = MigrationPolicy("auto", 0.7)
-    migration.begin(forecasts([1000.0] * 16), slow, 100.0)
+    migration.prepare(forecasts([1000.0] * 16), slow, 100.0)
     moves = migration.decide(progressed([0] * 16, [10] * 16, []), [0, 1], [])
     assert moves.moves and {(w.source, w.target) for w in moves.moves} == {(0, 1)} and moves.time_saved_s > 1
     assert 4 <= sum(len(w.requests) for w in moves.moves) <= 12
@@ -76,7 +76,7 @@ def test_many_moves_must_pay_for_computing_their_contexts_again() -> None:
     slow = Speed(base_s=0.01, per_seq_s=0.01)
     for token_s, pays in ((1e-5, True), (0.16, False)):
         migration = MigrationPolicy("auto", 0.7)
-        migration.begin(forecasts([1000.0] * 16), slow, 100.0, token_s)
+        migration.prepare(forecasts([1000.0] * 16), slow, 100.0, token_s)
         moves = migration.decide(progressed([0] * 16, [600] * 16, []), [0, 1], [])
         assert bool(moves.moves) == pays and moves.reason
 
@@ -134,12 +134,12 @@ def test_a_failed_decision_ends_only_the_moves_of_its_rollout(monkeypatch: pytes
     autoscaler = Autoscaler(Recipe.parse({"prompts": {"task": "sort"}, "reward": {"function": "task"}}), SPEED)
     migration = MigrationPolicy("auto", 0.7, safely=autoscaler.safely)
     slow = Speed(0.001, 0.002)
-    migration.begin(forecasts([1000.0] * 16), slow, 100.0)
+    migration.prepare(forecasts([1000.0] * 16), slow, 100.0)
     crowd = progressed([0] * 16, [10] * 16, [])
     with monkeypatch.context() as patched:
         patched.setattr(migration, "_best", lambda *_: 1 / 0)
         assert not migration.decide(crowd, [0, 1], []).moves
     assert not migration.decide(crowd, [0, 1], []).moves, "not asked again in this rollout"
     assert autoscaler.troubles == ["deciding on moves failed (ZeroDivisionError: division by zero)"]
-    migration.begin(forecasts([1000.0] * 16), slow, 100.0)
+    migration.prepare(forecasts([1000.0] * 16), slow, 100.0)
     assert migration.decide(crowd, [0, 1], []).moves

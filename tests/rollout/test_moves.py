@@ -23,9 +23,11 @@ from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests
 from rlhfless_ray.types import Request, WeightVersion
 from tests.conftest import lives
+from tests.rollout_drivers import driver_of
 
 pytestmark = pytest.mark.ray
 
@@ -129,10 +131,11 @@ def engine_class(accepts_commands: bool = True) -> type:
     return Engine
 
 
-class ScriptedMoves:
+class ScriptedMoves(MigrationPolicy):
     """A migration policy that moves the (request, target engine) pairs that `decide` returns."""
 
     def __init__(self, decide: Callable[[Any, list[int]], list[tuple[int, int]]]) -> None:
+        super().__init__("auto", 0.7)
         self.choose, self.took = decide, list[float]()
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
@@ -171,8 +174,6 @@ class RunContext:
     def run(
         self, lengths: list[int], shares: list[list[int]], drained: Any = lambda tail_s, needed: Hold(1, "kept"), **options: Any
     ) -> Any:
-        from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
-
         on_progress = options.pop("on_progress", lambda *_: None)
 
         def paced(done: int, total: int) -> None:
@@ -181,16 +182,8 @@ class RunContext:
             on_progress(done, total)
 
         requests = [Request(key, (1, 2, 3), length, 10**6, 1.0) for key, length in enumerate(lengths)]
-        given = {"silence_s": 30.0, "on_progress": paced, **options}
-        driver = RolloutDriver(
-            self.pool,
-            requests,
-            np.array(lengths, float),
-            WeightVersion(4, ()),
-            interval_s=INTERVAL_S,
-            idle=IdleEngines(1, drained, self.give_back),
-            **given,
-        )
+        given: dict[str, Any] = {"silence_s": 30.0, "interval_s": INTERVAL_S, "decide": drained, "give_back": self.give_back, **options}
+        driver = driver_of(self.pool, requests, WeightVersion(4, ()), expected=lengths, on_progress=paced, **given)
         stream = driver.run([np.array(share) for share in shares], deadline_s=300.0)
         for key, length in enumerate(lengths):
             done = stream.completions[key]
@@ -208,7 +201,7 @@ class RunContext:
 @pytest.fixture(autouse=True)
 def decides_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a driver on a busy machine, where deciding takes long, would hardly decide while a short rollout lasts."""
-    monkeypatch.setattr("rlhfless_ray.rollout.driver.DECIDING_SHARE", 1e9)
+    monkeypatch.setattr("rlhfless_ray.rollout.migration_policy.DECIDING_SHARE", 1e9)
 
 
 @pytest.fixture
@@ -246,8 +239,7 @@ def test_engines_share_tokens_of_sibling_responses_also_after_a_resume(context: 
     texts = [[token(length, p) for p in range(length)] for length in lengths]
 
     def run(drafts: SharedDrafts, shares: list[list[int]]) -> list[tuple[dict[int, list[int]], dict[str, Any]]]:
-        stream = context.run(lengths, shares, drafts=drafts)
-        drafts.end(stream.steps)
+        context.run(lengths, shares, plugins=[drafts])
         return [ray.get(instance.actor.received.remote(), timeout=60) for instance in engines]
 
     for (received, _), others in zip(run(shared, [[0, 1], [2, 3]]), ((2, 3), (0, 1)), strict=True):

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from asking import BLOCK, FILES, SETTINGS, assert_same, requests, weights_of
 
-from placement.scaling.resize_policy import Hold
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests
 from rlhfless_ray.types import Request
 from rlhfless_ray.weights.channel import stored_version
 from tests.conftest import two_engines
+from tests.rollout_drivers import driver_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -52,10 +53,11 @@ def actor_class() -> type:
     return Counting
 
 
-class ScriptedMoves:
+class ScriptedMoves(MigrationPolicy):
     """A migration policy that moves half of the requests in every decision, all by one method."""
 
     def __init__(self, how: str) -> None:
+        super().__init__("auto", 0.7)
         self.how, self.looks = how, 0
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
@@ -84,23 +86,14 @@ def pool(ray_cluster: None) -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def roll_out(pool: WorkerPool) -> Any:
-    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 
     weights = weights_of(FILES["A"])
     stored = stored_version(1, weights)
 
     def run(version: int, **options: Any) -> Any:
-        given = {"migration": None, "silence_s": 60.0, **options}
         shares = np.array_split(np.arange(len(ASKED)), len(pool.working))
-        driver = RolloutDriver(
-            pool,
-            ASKED,
-            np.full(len(ASKED), 100.0),
-            replace(stored, version=version),
-            interval_s=0.05,
-            idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
-            **given,
-        )
+        weights = replace(stored, version=version)
+        driver = driver_of(pool, ASKED, weights, expected=100.0, interval_s=0.05, needed_next=2, **options)
         return driver.run(shares, deadline_s=400.0)
 
     return run

@@ -14,21 +14,19 @@ import numpy as np
 import pytest
 from asking import SETTINGS, weights_of
 
-from placement.scaling.resize_policy import Hold
 from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
-from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.types import Prompt, Sample
 from rlhfless_ray.weights.channel import stored_version
 from rlhfless_ray.weights.model_folder import without_weights
 from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import two_engines
+from tests.rollout_drivers import driver_of
 from tests.run_files import step_requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -95,8 +93,8 @@ def pool(ray_cluster: None, files: dict[str, bytes]) -> Iterator[WorkerPool]:
 @pytest.fixture(scope="module")
 def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Sample]]]:
 
-    from rlhfless_ray.rollout.driver import IdleEngines
-    from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
+    from rlhfless_ray.rollout.multi_turn import EpisodeTurns
+    from rlhfless_ray.rollout.request_source import WantedResponses
     from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 
     path = tmp_path_factory.mktemp("agent") / "agent.py"
@@ -114,16 +112,12 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         tokenizer = _tokenizer(files)
         prompts = [Prompt(k, r["prompt"], tuple(tokenizer(r["prompt"])["input_ids"])) for k, r in enumerate(rows)]
         requests = [replace(one, **sampling) for one in step_requests(RECIPE, 3, prompts)]
-        asked = [(prompts[r.key // COUNT].text, (labels or [""] * 8)[r.key]) for r in requests]
-        samples = EpisodeSamples(requests, prompts, 1)
-        listener = RolloutListener(samples, None, lambda _: [], 0.0)
-        driver = MultiTurnRollout(
-            agents, asked, pool, requests, np.full(8, 24.0), version, interval_s=0.05, silence_s=120.0,
-            idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None), on_progress=on_progress, listener=listener,
-            drafts=SharedDrafts(),
-        )  # fmt: skip
+        source = EpisodeTurns(agents, "", WantedResponses(requests, prompts, np.full(8, 24.0), 1))
+        source.openings = [replace(start, label=(labels or [""] * 8)[start.key]) for start in source.openings]
+        options: dict[str, Any] = {"needed_next": 2, "plugins": [SharedDrafts()], "interval_s": 0.05, "silence_s": 120.0}
+        driver = driver_of(pool, source, version, on_progress=on_progress, **options)
         driver.run([np.array(s) for s in shares], deadline_s=300.0)
-        return samples.all()
+        return source.samples.all()
 
     yield run
     agents.close()

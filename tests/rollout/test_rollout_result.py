@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.scaling.resize_policy import Hold
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.functions.failure_budget import FailureBudget
@@ -19,6 +18,7 @@ from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.types import Request, WeightVersion
+from tests.rollout_drivers import driver_of
 
 pytestmark = pytest.mark.ray
 
@@ -69,8 +69,6 @@ def engine_class(fails_in: str) -> type:
     ],
 )
 def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_cluster, fails_in, message):
-    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
-
     ledger = Ledger("cpu", 1.0)
     leases = LeaseManager("cpu", ledger, 60.0, f"stream{time.time_ns()}")
     pool = WorkerPool("rollout", lambda slot: start_actor(engine_class(fails_in), slot, "cpu", {}), leases, 60.0)
@@ -78,15 +76,7 @@ def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_
     try:
         pool.resize(1, [])
         with pytest.raises(RunError, match=message) as raised:
-            RolloutDriver(
-                pool,
-                [Request(0, (1,), 0, 4, 1.0)],
-                np.array([4.0]),
-                WeightVersion(4, ()),
-                interval_s=0.1,
-                silence_s=60.0,
-                idle=IdleEngines(1, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
-            ).run([np.array([0])], deadline_s=60.0)
+            driver_of(pool, [Request(0, (1,), 0, 4, 1.0)], WeightVersion(4, ()), expected=4.0).run([np.array([0])], deadline_s=60.0)
         assert "\n" not in str(raised.value)
         if fails_in in ("open", "constructor"):  # asked directly, as at the end of a phase
             with pytest.raises(RunError, match=message.replace("^rollout engine ", "^").replace("$", "")):

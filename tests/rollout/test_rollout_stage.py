@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.request_source import PlainRequests
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.types import WeightVersion
 
@@ -52,7 +54,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> RolloutStage:
         limits=lambda: Limits({}, {}),
     )
     context.phases, context.record_start_or_replace = SimpleNamespace(phase=lambda name: nullcontext()), lambda *_: True
-    return RolloutStage(context, pool, None, None, 0)  # type: ignore[arg-type]
+    return RolloutStage(context, pool, None, partial(PlainRequests, None), 0)  # type: ignore[arg-type]
 
 
 def roll_out(stage: RolloutStage, actors: int, version: int, goes_on: bool) -> None:

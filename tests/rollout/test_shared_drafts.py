@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,10 @@ from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep, Request
 
 pytestmark = pytest.mark.pure
+
+
+def rollout_of(log: TokenLog) -> Any:
+    return SimpleNamespace(token_log=log)
 
 
 class Engines:
@@ -43,14 +49,14 @@ def test_a_response_of_an_earlier_rollout_is_sent_and_kept_once() -> None:
     shared, engines = SharedDrafts(), Engines()
     requests = [Request(key, (1, 2), key, 50, 1.0) for key in range(2)]
     first = TokenLog(requests)
-    shared.begin(first)
+    shared.begin(rollout_of(first))
     first.assign(np.array([0, 1]), 0)
     shared.for_call(0, "engine 0", [0, 1])
     report(first, 0, 0, [5, 6], STOP)
     report(first, 0, 1, [7])
     shared.end([])
     again = TokenLog(requests, {one.key: one for one in [first.completions[0], *first.unfinished(1)]})
-    shared.begin(again)
+    shared.begin(rollout_of(again))
     for number in (0, 1):
         again.assign(np.array([1]), number)
         engines.receive(number, shared.for_call(number, f"engine {number}", [1]))
@@ -63,7 +69,7 @@ def test_tokens_are_sent_once_to_siblings_and_whole_to_later_steps() -> None:
     shared, engines = SharedDrafts(), Engines()
     requests = [Request(key, (1, 2, key // 2), key, 50, 1.0) for key in range(4)]  # two prompts, two responses to each
     log = TokenLog(requests)
-    shared.begin(log)
+    shared.begin(rollout_of(log))
     log.assign(np.array([0, 2, 3]), 0)
     log.assign(np.array([1]), 1)
     for number, indices in ((0, [0, 2, 3]), (1, [1])):
@@ -95,7 +101,7 @@ def test_tokens_are_sent_once_to_siblings_and_whole_to_later_steps() -> None:
     for one, wanted in ((shared, [[5, 6, 7]]), (resumed, [[5, 6, 7, 4], [8]])):
         engines = Engines()
         later = TokenLog([Request(0, (1, 2, 0), 9, 50, 1.0)])
-        one.begin(later)
+        one.begin(rollout_of(later))
         later.assign(np.array([0]), 0)
         engines.receive(0, one.for_call(0, "engine 1", [0]))
         if one is resumed:
@@ -112,7 +118,7 @@ def test_the_least_recently_used_prompts_are_dropped_beyond_the_token_limit() ->
     shared = SharedDrafts(kept_tokens=25)
     for number, prompt in enumerate((1, 2, 1, 3)):
         log = TokenLog([Request(0, (prompt,), 0, 50, 1.0)])
-        shared.begin(log)
+        shared.begin(rollout_of(log))
         log.assign(np.array([0]), 0)
         shared.for_call(0, "e", [0])
         report(log, 0, 0, [number] * 10, STOP)
@@ -123,7 +129,7 @@ def test_the_least_recently_used_prompts_are_dropped_beyond_the_token_limit() ->
 
 def test_step_times_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     shared = SharedDrafts()
-    shared.begin(TokenLog([Request(0, (1,), 0, 50, 1.0)]))
+    shared.begin(rollout_of(TokenLog([Request(0, (1,), 0, 50, 1.0)])))
     one, other = (np.array([3, 4]), np.array([True, False])), (np.array([4]), np.array([True]))
     steps = [EngineStep(4, 4, 100, 9.0, drafted=k % 3, draft_s=0.002 * (k % 3 > 0), work_s=0.012 + 0.001 * (k % 3)) for k in range(64)]
     shared.observe([one])

@@ -46,19 +46,13 @@ class Engine(int):
         return [SimpleNamespace(id=f"lease-{int(self)}")]
 
 
-class Driver:
-    """What it needs of a RolloutDriver: engines 0, 1, … with so many requests each."""
+class Rollout:
+    """What it needs of a LiveRollout: engines 0, 1, … with so many requests each."""
 
     def __init__(self, owed: list[int]) -> None:
-        self.stopping, self.owed, self.start_s, self.tail, self.weights = False, owed, 15.0, 100.0, None
-        self.pool = SimpleNamespace(
-            kind="rollout",
-            labels={},
-            width=1,
-            working=[Engine(n) for n in range(len(owed))],
-            assign_leases=self.join,
-            count_warm=self.count_warm,
-        )
+        self.stopping, self.owed, self.tail, self.start_s = False, owed, 100.0, 15.0
+        working = [Engine(n) for n in range(len(owed))]
+        self.pool = SimpleNamespace(kind="rollout", labels={}, width=1, working=working, count_warm=self.count_warm)
         self.warm: set[str] = set()  # devices of parked engines
         self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)
         self.token_log = SimpleNamespace(owed=lambda number: range(self.owed[number]))
@@ -87,7 +81,6 @@ class Driver:
 def shared(monkeypatch) -> SharedSlots:
     ready: set[str] = set()
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
-    monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
     wanted = ("lease-0", "lease-1", "lease-2")
     view = SimpleNamespace(surplus=0, surplus_leases=wanted, warm_free=())
     source = SimpleNamespace(view=view, arrival=lambda request: request.id, ready=ready)
@@ -95,109 +88,109 @@ def shared(monkeypatch) -> SharedSlots:
 
 
 def test_a_granted_slot_becomes_an_engine(shared):
-    driver = Driver([4, 4])
-    shared.poll(driver)
-    assert shared.refs() == ["r0"] and driver.pool.working == [0, 1]
+    rollout = shared.rollout = Rollout([4, 4])
+    shared.poll()
+    assert shared.refs() == ["r0"] and rollout.pool.working == [0, 1]
     shared.source.ready.add("r0")
-    shared.poll(driver)
-    assert driver.pool.working == [0, 1, 2]
+    shared.poll()
+    assert rollout.pool.working == [0, 1, 2]
     assert shared.refs() == [] and not shared.leases.pending  # no fourth engine would have work
-    assert driver.result.metrics()["shared/slots_taken"] == 1
+    assert rollout.result.metrics()["shared/slots_taken"] == 1
 
 
 def test_no_slot_is_requested_if_too_little_work_is_left(shared):
-    driver = Driver([4, 4])
-    shared.poll(driver)
-    driver.tail = 20.0  # a cold engine takes 15 s
-    shared.poll(driver)
+    rollout = shared.rollout = Rollout([4, 4])
+    shared.poll()
+    rollout.tail = 20.0  # a cold engine takes 15 s
+    shared.poll()
     assert shared.refs() == [] and shared.leases.withdrawn == 1
-    driver.warm.add("a")
-    shared.poll(driver)
+    rollout.warm.add("a")
+    shared.poll()
     assert shared.refs() == [], "another run holds the device of the parked engine"
     shared.source.view.warm_free = ("a", "b")
-    shared.poll(driver)
+    shared.poll()
     assert len(shared.refs()) == 1
-    driver.stopping = True
-    shared.poll(driver)
+    rollout.stopping = True
+    shared.poll()
     assert shared.refs() == [] and not shared.leases.pending
 
 
 def test_a_slot_that_the_tail_has_no_work_for_is_not_requested_again(shared):
-    driver = Driver([1])  # another engine has just given its slot back
+    shared.rollout = Rollout([1])  # another engine has just given its slot back
     shared.renew = lambda left, *rest: sum(left)
-    shared.poll(driver)
+    shared.poll()
     assert shared.refs() == []
 
 
 def test_the_bid_is_renewed_every_second(shared, monkeypatch):
     renewed: list[tuple[Any, ...]] = []
     monkeypatch.setattr(shared, "renew", lambda *rest: renewed.append(rest) or 2)
-    driver = Driver([4, 4, 4])
-    driver.warm, shared.source.view.warm_free = {"a", "b"}, ("b",)
-    shared.poll(driver)
+    rollout = shared.rollout = Rollout([4, 4, 4])
+    rollout.warm, shared.source.view.warm_free = {"a", "b"}, ("b",)
+    shared.poll()
     assert not renewed
     shared.renew_at_s -= module.RENEW_S
     for _ in range(3):
-        shared.poll(driver)
+        shared.poll()
     assert renewed == [([4, 4, 4], [4, 4, 4], 3, 1)] and shared.max_engines == 2
 
 
 def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_stays(shared):
-    driver = Driver([4, 1, 3])
+    rollout = shared.rollout = Rollout([4, 1, 3])
     shared.source.view.surplus = 1
-    shared.poll(driver)
-    assert driver.evacuated == [([1], [0, 2], GIVEN.reason)] and shared.refs() == []
-    driver.pool.working.remove(1)
+    shared.poll()
+    assert rollout.evacuated == [([1], [0, 2], GIVEN.reason)] and shared.refs() == []
+    rollout.pool.working.remove(1)
     shared.source.view.surplus = 0
-    shared.poll(driver)
-    assert not shared.leaving and len(driver.evacuated) == 1
-    assert driver.result.metrics({"shared/slots_given": 2})["shared/slots_given"] == 3
+    shared.poll()
+    assert not shared.leaving and len(rollout.evacuated) == 1
+    assert rollout.result.metrics({"shared/slots_given": 2})["shared/slots_given"] == 3
     shared.look_again_s, shared.source.view.surplus = 0.0, 5
-    shared.poll(driver)
-    assert driver.evacuated[-1][:2] == ([2], [0])
+    shared.poll()
+    assert rollout.evacuated[-1][:2] == ([2], [0])
 
 
 def test_an_engine_leaves_where_the_other_run_can_use_its_slot(shared):
-    driver = Driver([4, 1, 3])
+    rollout = shared.rollout = Rollout([4, 1, 3])
     shared.source.view.surplus, shared.source.view.surplus_leases = 1, ("lease-2",)
-    shared.poll(driver)
-    assert driver.evacuated == [([2], [0, 1], GIVEN.reason)]
-    driver.pool.working.pop()
+    shared.poll()
+    assert rollout.evacuated == [([2], [0, 1], GIVEN.reason)]
+    rollout.pool.working.pop()
     shared.look_again_s = 0.0
-    shared.poll(driver)
-    assert not shared.leaving and len(driver.result.decisions) == 1, "none is there any more"
+    shared.poll()
+    assert not shared.leaving and len(rollout.result.decisions) == 1, "none is there any more"
 
 
 def test_a_request_that_a_worker_group_withdrew_is_forgotten(shared):
-    driver = Driver([4, 4])
-    shared.poll(driver)
+    rollout = shared.rollout = Rollout([4, 4])
+    shared.poll()
     shared.leases.pending.clear()
     shared.source.ready.add("r0")
-    driver.tail = 0.0
-    shared.poll(driver)
-    assert driver.pool.working == [0, 1] and shared.leases.granted == 0
+    rollout.tail = 0.0
+    shared.poll()
+    assert rollout.pool.working == [0, 1] and shared.leases.granted == 0
 
 
 def test_several_wide_engines_are_asked_for_at_once_and_each_joins_with_all_its_slots(shared):
     shared.max_engines = 4
     shared.renew = lambda *rest: shared.max_engines
-    driver = Driver([4, 4])
-    driver.pool.width = 2
-    shared.poll(driver)
+    rollout = shared.rollout = Rollout([4, 4])
+    rollout.pool.width = 2
+    shared.poll()
     assert shared.refs() == ["r0", "r1"] and [request.width for request in shared.leases.pending.values()] == [2, 2]
     shared.source.ready |= {"r0", "r1"}
-    shared.poll(driver)
-    assert driver.pool.working == [0, 1, 2, 3] and shared.refs() == []
-    assert driver.result.metrics()["shared/slots_taken"] == 4
+    shared.poll()
+    assert rollout.pool.working == [0, 1, 2, 3] and shared.refs() == []
+    assert rollout.result.metrics()["shared/slots_taken"] == 4
     shared.max_engines = 5
-    shared.poll(driver)
+    shared.poll()
     shared.max_engines = 4  # less is left to do than was expected
-    shared.poll(driver)
+    shared.poll()
     assert shared.refs() == [] and shared.leases.withdrawn == 1
     shared.source.view.surplus, shared.source.view.surplus_leases = 3, ("lease-0", "lease-1", "lease-3")
-    shared.poll(driver)
-    assert driver.evacuated[-1][0] == [0, 3], "three slots of other runs are two engines of it, of which the idle one is sure"
-    driver.pool.working = [1, 2]
+    shared.poll()
+    assert rollout.evacuated[-1][0] == [0, 3], "three slots of other runs are two engines of it, of which the idle one is sure"
+    rollout.pool.working = [1, 2]
     shared.source.view.surplus = 0
-    shared.poll(driver)
-    assert driver.result.metrics({"shared/slots_given": 0})["shared/slots_given"] == 4
+    shared.poll()
+    assert rollout.result.metrics({"shared/slots_given": 0})["shared/slots_given"] == 4

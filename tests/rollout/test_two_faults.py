@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 import ray
 
-from placement.scaling.resize_policy import Hold
 from rlhfless_ray.functions import node_groups
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import NoRoom, WorkerPool
-from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
-from rlhfless_ray.rollout.listener import RolloutListener
-from rlhfless_ray.rollout.migration_policy import MigrationRequest
+from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
+from rlhfless_ray.rollout.live_rollout import Plugin
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.types import Request, WeightVersion
+from tests.rollout_drivers import driver_of
+
+WEIGHTS = WeightVersion(1, ())
 
 
 class Call:
@@ -76,42 +80,44 @@ class Pool:
         self.log.append("prewarmed")
 
 
-def rollout_on(pool: Any, requests: int, migration: Any = None) -> RolloutDriver:
-    expected = np.full(requests, 1000.0)
-    return RolloutDriver(
-        pool=pool,
-        requests=[Request(key, (1, 2), key, 1000, 1.0) for key in range(requests)],
-        expected=expected,
-        weights=WeightVersion(1, ()),
-        interval_s=0.1,
-        silence_s=60.0,
-        idle=IdleEngines(1, lambda tail_s, needed: Hold(1, ""), lambda *_: None),
-        migration=migration,
-        start_s=-1.0,
-    )
+def rollout_on(pool: Any, requests: int, weights: WeightVersion = WEIGHTS, **more: Any) -> RolloutDriver:
+    """Return a driver with engines that have no request yet."""
+    asked = [Request(key, (1, 2), key, 1000, 1.0) for key in range(requests)]
+    driver = driver_of(pool, asked, weights, expected=1000.0, **more)
+    driver.rollout.begin()
+    return driver
+
+
+class Early(EarlyWork):
+    """Early work of stages that only write down what is asked of them."""
+
+    def __init__(self, poll: Any, broker: Any, refs: Any) -> None:
+        self.poll, self.broker, self.refs = poll, broker, refs  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("draining", "log"), [({"a"}, ["lost"]), (set[str](), ["replaced"])])
 def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_work(draining: set[str], log: list[str]) -> None:
     """Its lease goes with the node: to wait for another one, while the run itself may hold all there are, would end the run."""
     pool = Pool(["a", "b"], draining)
-    rollout = rollout_on(pool, 2, migration=SimpleNamespace())
+    migration = MigrationPolicy("auto", 0.7)
+    migration.start_s = -1.0
+    rollout = rollout_on(pool, 2, migration=migration)
     first, second = (rollout.calls.number(engine) for engine in pool.working)
-    rollout.assign(first, np.array([0]))
-    rollout.assign(second, np.array([1]))
+    rollout.source.assign(first, np.array([0]))
+    rollout.source.assign(second, np.array([1]))
     call = rollout.calls.find(first)
     assert call is not None
     rollout.calls.running = {ref: one for ref, one in rollout.calls.running.items() if one is not call}
-    rollout.handle_loss(call, FailureCause.DIED, "killed")
+    rollout.lost.handle_loss(call, FailureCause.DIED, "killed")
     assert pool.log == log and rollout.token_log.owner.tolist() == [second, second]
 
 
 def test_a_rollout_that_may_not_wait_for_a_slot_ends_with_its_last_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside an update the learner may hold every slot that is left, and keeps it until the rollout ends."""
     pool, told = Pool(["a"], set()), list[Any]()
-    rollout = rollout_on(pool, 1)
-    rollout.waits, rollout.stop_sources = False, lambda: told.append("stopped")  # type: ignore[method-assign]
-    rollout.assign(rollout.calls.number(pool.working[0]), np.array([0]))
+    rollout = rollout_on(pool, 1, waits=False)
+    rollout.source.stop = lambda: told.append("stopped")  # type: ignore[method-assign]
+    rollout.source.assign(rollout.calls.number(pool.working[0]), np.array([0]))
 
     def replace(*_: Any, waits: bool) -> Any:
         told.append(waits)
@@ -121,7 +127,7 @@ def test_a_rollout_that_may_not_wait_for_a_slot_ends_with_its_last_engine(monkey
     [call] = rollout.calls.running.values()
     rollout.calls.running.clear()
     with pytest.raises(NoRoom):
-        rollout.handle_loss(call, FailureCause.NODE_LOST, "its node is gone")
+        rollout.lost.handle_loss(call, FailureCause.NODE_LOST, "its node is gone")
     assert told == [False, "stopped"]
 
 
@@ -130,35 +136,34 @@ def test_requests_of_the_last_working_engine_go_to_one_that_is_starting(monkeypa
     pool = Pool(["a", "b"], set())
     rollout = rollout_on(pool, 1)
     first, second = (rollout.calls.number(engine) for engine in pool.working)
-    rollout.assign(first, np.array([0]))
+    rollout.source.assign(first, np.array([0]))
     pool.working[1].loading = "not loaded yet"
     monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], refs))
     call = rollout.calls.find(first)
     assert call is not None
     rollout.calls.running.clear()
-    rollout.handle_loss(call, FailureCause.NODE_LOST, "killed")
+    rollout.lost.handle_loss(call, FailureCause.NODE_LOST, "killed")
     assert pool.log == ["lost", "prewarmed"] and rollout.token_log.owner.tolist() == [second]
 
 
 def test_slots_that_engines_left_are_released_before_a_successor_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept for the next phase or at work for it, and one of them may be the only slot that is left."""
-    monkeypatch.setattr("rlhfless_ray.rollout.listener.wait_any", lambda refs, *_, **how: refs)
+    monkeypatch.setattr("rlhfless_ray.session.early_work.wait_any", lambda refs, *_, **how: refs)
     pool, at_work = Pool(["a"], set()), ["scoring", "a pass"]
-    rollout = rollout_on(pool, 1)
 
     def poll(seconds: float) -> None:
         assert seconds == 0, "nothing more is begun"
         pool.log.append(at_work.pop() if at_work and "released" in pool.log else "looked at")
 
     broker = SimpleNamespace(release=lambda: pool.log.append("released"))
-    overlap: Any = SimpleNamespace(poll=poll, broker=broker, refs=lambda: list(at_work))
-    rollout.listener = RolloutListener(cast(Any, None), overlap, lambda instance: [], 0.0)
+    early: list[Plugin] = [Early(poll, broker, lambda: list(at_work))]
+    rollout = rollout_on(pool, 1, plugins=early)
     first = rollout.calls.number(pool.working[0])
-    rollout.assign(first, np.array([0]))
+    rollout.source.assign(first, np.array([0]))
     call = rollout.calls.find(first)
     assert call is not None
     rollout.calls.running.clear()
-    rollout.handle_loss(call, FailureCause.NODE_LOST, "killed")
+    rollout.lost.handle_loss(call, FailureCause.NODE_LOST, "killed")
     assert pool.log == ["looked at", "released", "a pass", "released", "scoring", "released", "replaced"]
 
 
@@ -186,14 +191,14 @@ def test_moves_are_cancelled_when_source_and_target_have_died() -> None:
     pool = Pool(["a", "b"], set())
     rollout = rollout_on(pool, 1)
     first, second = (rollout.calls.number(engine) for engine in list(pool.working))
-    rollout.assign(first, np.array([0]))
-    rollout.migrations.start(MigrationRequest(np.array([0]), first, second, "test"))
+    rollout.source.assign(first, np.array([0]))
+    rollout.rollout.migrations.start(MigrationRequest(np.array([0]), first, second, "test"))
     pool.working.pop()  # where it was to go died too
     call = rollout.calls.find(first)
-    assert call is not None and 0 in rollout.migrations.leaving
+    assert call is not None and 0 in rollout.rollout.migrations.leaving
     rollout.calls.running.clear()
-    rollout.handle_loss(call, FailureCause.DIED, "killed")
-    assert pool.log == ["replaced"] and not rollout.migrations.leaving
+    rollout.lost.handle_loss(call, FailureCause.DIED, "killed")
+    assert pool.log == ["replaced"] and not rollout.rollout.migrations.leaving
     assert rollout.token_log.owner.tolist() == [rollout.calls.number(pool.working[0])]
 
 
@@ -201,21 +206,20 @@ def test_moves_are_cancelled_when_the_source_starts_over(monkeypatch: pytest.Mon
     """Its weights were lost on their way: the order to cut was for a call that is over."""
     monkeypatch.setattr("rlhfless_ray.rollout.driver.lost_on_the_way", lambda ref: True)
     pool = Pool(["a", "b"], set())
-    rollout = rollout_on(pool, 1)
-    rollout.weights = WeightVersion(1, ("ref",), 0, ("a",), ("copy",))
+    rollout = rollout_on(pool, 1, weights=WeightVersion(1, ("ref",), 0, ("a",), ("copy",)))
     first, second = (rollout.calls.number(engine) for engine in pool.working)
-    rollout.assign(first, np.array([0]))
-    rollout.migrations.start(MigrationRequest(np.array([0]), first, second, "test"))
+    rollout.source.assign(first, np.array([0]))
+    rollout.rollout.migrations.start(MigrationRequest(np.array([0]), first, second, "test"))
     call = rollout.calls.find(first)
     assert call is not None
     rollout.calls.running.clear()
     assert rollout.load_copy(call) and rollout.calls.find(first) is not None
-    assert not rollout.migrations.leaving
+    assert not rollout.rollout.migrations.leaving
 
 
 def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has registered a group when it is asked of it first, and granted it a little later: to look once is never to get it."""
-    monkeypatch.setattr("rlhfless_ray.rollout.driver.GRANT_S", 10.0)  # this machine may be slow too
+    monkeypatch.setattr("rlhfless_ray.rollout.lost_engines.GRANT_S", 10.0)  # this machine may be slow too
     looks: list[str] = []
 
     def table(group: str) -> dict[str, Any]:
@@ -231,6 +235,6 @@ def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: p
     pool.leases.nodes.notices, pool.leases.without_lost = lambda: {"a"}, lambda leases: leases
     pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
-    rollout.assign(rollout.calls.number(pool.working[0]), np.array([0]))
-    rollout.evacuate_draining()
+    rollout.source.assign(rollout.calls.number(pool.working[0]), np.array([0]))
+    rollout.lost.evacuate()
     assert [engine.slot.node for engine in pool.working] == ["a", "b"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,7 +17,8 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
+from rlhfless_ray.rollout.events import RolloutProgress
+from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, Scored, UpdateStats
 from tests.run_files import with_reward
@@ -123,7 +125,7 @@ def parts(
     lag: int = 0,
     partial: str = "off",
     **learner: Any,
-) -> tuple[OverlapScheduler, Scoring, Gang, LearnStage]:
+) -> tuple[EarlyWork, Scoring, Gang, LearnStage]:
     tree = {
         "prompts": {"task": "chain", "batch_prompts": 3},
         "reward": {"function": "task"},
@@ -138,7 +140,13 @@ def parts(
     context: Any = SimpleNamespace(recipe=Recipe.parse(tree), autoscaler=SimpleNamespace(learner=predict), broker=broker, leases=leases)
     scoring, worker_group = Scoring(), Gang()
     learning = LearnStage(context, worker_group, critic, reference)  # type: ignore[arg-type]
-    return OverlapScheduler(scoring, learning, broker, prompts=3, count=COUNT), scoring, worker_group, learning  # type: ignore[arg-type]
+    return early_work(scoring, learning, groups=3), scoring, worker_group, learning  # type: ignore[arg-type]
+
+
+def early_work(scoring: Any, learning: Any, groups: int, **more: Any) -> EarlyWork:
+    """Beside a rollout that cuts no response."""
+    batch = RolloutBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(groups)], 1, groups, max_lag=0, count=COUNT, cuts=False)
+    return EarlyWork(scoring, learning, learning.context.broker, batch, **more)
 
 
 def rows_of(batch: Batch) -> list[int]:
@@ -181,7 +189,7 @@ def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later(
     assert rows_of(batch) == [2, 2]
     assert [one.id for one in trained] == [one.id for one in samples] and all(one.advantage is not None for one in trained)
     assert [one.reward for one in trained] == [1.0] * 4 + [0.5] * 2, "those that were learned ahead are as they were then"
-    assert tail.metrics() == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
+    assert tail.report() == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
     worker_group.done = True
     assert learning.done_ahead(wait=True) == ["slot"] and tail.broker.free == ()
 
@@ -205,7 +213,7 @@ def test_a_step_begins_with_nothing_learned() -> None:
     _, trained = learning.advantages(samples)
     learning.learned = {one.id: one for one in trained}
     assert not len(learning.advantages(samples)[0])
-    OverlapScheduler(tail.scoring, learning, tail.broker, 3, COUNT)
+    early_work(tail.scoring, learning, groups=3)
     assert len(learning.advantages(samples)[0]) == 2
 
 
@@ -256,13 +264,13 @@ def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_
     scoring.answer()
     tail.poll(1.0)
     assert scoring.asked and not worker_group.batches and tail.broker.free == ("slot",) and not tail.wants_slot()
-    assert why in tail.metrics()["overlap/obstacle"]
+    assert why in tail.report()["overlap/obstacle"]
 
 
 PPO = {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1, "place": "reward"}}
 
 
-def ended(tail: OverlapScheduler, keys: range) -> list[Scored]:
+def ended(tail: EarlyWork, keys: range) -> list[Scored]:
     samples = [with_reward(sample(key), 1.0 + key) for key in keys]
     tail.add_samples([*samples])
     tail.unscored = []  # whoever scores them is not looked at here
@@ -295,7 +303,7 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     assert len(reference.passes) == 2, "what a pass took was measured: it is done in time"
     assert tail.broker.free == () and learning.pending() == ["reference"]
     assert learning.done_ahead(wait=True) == ["slot"]
-    metrics = tail.metrics()
+    metrics = tail.report()
     assert metrics["overlap/reference"] == 4 and metrics["overlap/logprobs"] == 2 and metrics["overlap/values"] == 2
     batch, _ = learning.advantages(samples)
     assert reference.passes[1:] == [("reference", [1, 1]), ("reference", [2, 2])]
@@ -312,7 +320,7 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     again, _ = other.advantages(samples)
     for name in ("advantages", "returns", "old", "values"):
         np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
-    assert "off" in alone.metrics()["overlap/passes_obstacle"]
+    assert "off" in alone.report()["overlap/passes_obstacle"]
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"updates_per_step": 2}])  # gradients, and passes of the learner
@@ -369,7 +377,7 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
     tail.broker.put(["slot"])
     worker_group.dies = worker_group.done = True
     tail.poll(1.0)
-    assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.metrics()["overlap/logprobs"] == 0
+    assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.report()["overlap/logprobs"] == 0
     batch, _ = learning.advantages(samples)
     assert batch.old is None and batch.reference is None, "nothing was passed over ahead: the update does so itself"
     worker_group.dies = False
@@ -419,7 +427,7 @@ def test_the_passes_that_an_update_begins_with(algorithm: dict[str, Any], learne
 def test_groups_that_may_be_dropped_are_not_passed_over_ahead() -> None:
     tail, *_ = parts(algorithm={"updates_per_step": 2, "filter_range": [0.1, 0.9]})
     ended(tail, range(4))
-    assert not tail.wants_slot() and "filter_range" in tail.metrics()["overlap/passes_obstacle"]
+    assert not tail.wants_slot() and "filter_range" in tail.report()["overlap/passes_obstacle"]
 
 
 def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_has_ended() -> None:
@@ -434,7 +442,7 @@ def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_ha
         return UpdateStats()
 
     learning.update = Pending(result, lambda: ready)
-    tail = BesideUpdate(learning, learning.context.broker, samples=6)
+    tail = early_work(Scoring(), learning, groups=3, beside_update=True)
     samples = [sample(key) for key in range(6)]
     tail.poll(1.0)
     tail.add_samples(samples[:4])
@@ -450,7 +458,7 @@ def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_ha
     tail.poll(0.0)
     tail.finish()
     assert learner.working and tail.broker.free == ("engine's",) and critic.passes == reference.passes == []
-    assert tail.metrics()["overlap/logprobs"] == 2 and tail.metrics()["overlap/passes_obstacle"] == ""
+    assert tail.report()["overlap/logprobs"] == 2 and tail.report()["overlap/passes_obstacle"] == ""
     batch, _ = learning.advantages([with_reward(one, 1.0) for one in samples])
     assert learner.passes[1:] == [("logprobs", [1, 1, 2, 2])]
     np.testing.assert_array_equal(batch.old, -np.concatenate([one.completion.logprobs for one in samples]))
@@ -486,7 +494,7 @@ def test_a_learner_lost_beside_the_rollout_is_replaced_after_it(lost_in: str) ->
     learner.update = Pending(result, lambda: True, lambda: lost_in == "update")
     samples = [sample(0), sample(1)]
     update = learning.start_update(None, samples)  # type: ignore[arg-type]
-    tail = BesideUpdate(learning, learning.context.broker, samples=2)
+    tail = early_work(Scoring(), learning, groups=1, beside_update=True)
     tail.add_samples(samples)
     tail.poll(1.0)
     learner.done, learner.dies = True, lost_in == "pass"
@@ -507,7 +515,7 @@ def test_before_the_first_pass_its_seconds_are_those_of_an_update_under_the_same
     learning.context.autoscaler.learner.predict = lambda slots, tokens: 2.0 / slots
     learner.by_rank = [SimpleNamespace(leases=["learner's"] * leases)]
     learner.assign_leases(["learner's"] * leases)
-    tail = BesideUpdate(learning, learning.context.broker, samples=2)
+    tail = early_work(Scoring(), learning, groups=1, beside_update=True)
     tail.add_samples([sample(0), sample(1)])
     tail.poll(1.0)
     assert len(learner.passes) == fit
@@ -522,7 +530,7 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
     groups = [Group(earlier[0].prompt, 1, 0, tuple(earlier)), *(Group(Prompt(g, "p", (7,)), 2) for g in (1, 2))]
     batch, slots = RolloutBatch(groups, step=2, quota=2, max_lag=1, count=COUNT), [["slot"], ["slot"]]
     learning.number, learning.lease_free_slots = 2, lambda _: slots.pop() if slots else []  # type: ignore[method-assign]
-    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    tail = EarlyWork(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     finished, asked = [0], list[int]()
     for key in (4, 5, 2, 3, 1):
         finished.append(key)
@@ -547,7 +555,7 @@ def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> Non
     asked: list[bool] = []
     learning.lease_free_slots = lambda _: asked.append(True) or []  # type: ignore[method-assign, func-returns-value]
     batch = RolloutBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(3)], step=1, quota=3, max_lag=1, count=COUNT)
-    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    tail = EarlyWork(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     for key in range(6):
         tail.add_samples([sample(key, tokens=12)])
         batch.is_enough(range(key + 1))
@@ -563,7 +571,7 @@ def test_free_slots_that_do_not_fit_are_not_taken_again_at_once() -> None:
     scoring.fits = lambda leases: len(leases) > 1  # type: ignore[method-assign]
     learning.lease_free_slots = lambda _: asked.append(True) or ["slot"]  # type: ignore[method-assign, func-returns-value]
     batch = RolloutBatch([Group(Prompt(0, "p", (7,)), 1)], step=1, quota=1, max_lag=1, count=COUNT)
-    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    tail = EarlyWork(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     tail.add_samples([sample(0), sample(1)])
     batch.is_enough(range(2))
     for taken in (["slot"], [], []):
@@ -594,3 +602,20 @@ def test_free_slots_are_leased_for_the_worker_group_that_has_work() -> None:
     learning.passes.reference.known = {SampleId(0, 1, 0): {}, SampleId(0, 1, 1): {}}  # type: ignore[union-attr]
     learning.passes.reference.waiting = []  # type: ignore[union-attr]
     assert learning.with_work(groups, 1.0) == [learner]
+
+
+def test_looks_take_a_small_share_of_the_drivers_time() -> None:
+    """A forecast visits every response, and a driver of many engines reads one report after another."""
+    tail, looks = parts()[0], list[float]()
+
+    def tail_s() -> float:
+        time.sleep(0.02)
+        looks.append(1.0)
+        return 1.0
+
+    tail.rollout = SimpleNamespace(source=SimpleNamespace(has_work=lambda: True), tail_s=tail_s)  # type: ignore[assignment]
+    end_s, events = time.monotonic() + 0.1, 0
+    while time.monotonic() < end_s:
+        tail.on_event(RolloutProgress(0, 6))
+        events += 1
+    assert len(looks) <= 3 and events > 20

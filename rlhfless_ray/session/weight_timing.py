@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from placement.scaling.take_weights import PauseCosts, TakeWeights, decide_weights
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.pending import Pending
-from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.rollout.live_rollout import LiveRollout
 
 LEAST_S = 0.05  # between two decisions
-
-
-class RolloutForecast(Protocol):
-    """The part of `RolloutDriver` that is used here."""
-
-    pool: WorkerPool
-
-    def remaining(self) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def horizon(self) -> float: ...
 
 
 class WeightTiming:
@@ -50,7 +38,7 @@ class WeightTiming:
         self.waited_s: float | None = None  # until they took the weights; None: not yet
         self.reason = ""
 
-    def ends(self, rollout: RolloutForecast) -> bool:
+    def ends(self, rollout: LiveRollout) -> bool:
         """Return whether the engines take the new weights now."""
         if not self.update.is_ready():
             return False
@@ -67,7 +55,7 @@ class WeightTiming:
         self.waited_s = now - self.ready_s
         return True
 
-    def _decide(self, rollout: RolloutForecast) -> TakeWeights:
+    def _decide(self, rollout: LiveRollout) -> TakeWeights:
         autoscaler = self.autoscaler
         if not self.can_wait or STOP.number is not None or self.update.has_failed():
             return TakeWeights(0.0, "")
