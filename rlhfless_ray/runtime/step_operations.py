@@ -84,9 +84,6 @@ class StepOperations(CheckpointedRun):
         """Whether the next step's responses are generated while the learner works."""
         return self.recipe.rollout.rolls_out_ahead
 
-    def score_phase(self) -> AbstractContextManager[None]:
-        return self._accounted("score", self.score_stage.phase())
-
     def score(self, step: Step) -> list[Scored]:
         """Score the step's samples, and replace groups without a learning signal. Returns the samples to learn from."""
         step.answers = answers = self._score(step.samples)
@@ -94,7 +91,7 @@ class StepOperations(CheckpointedRun):
         return samples
 
     def _score(self, samples: Sequence[Sample]) -> list[Scored]:
-        with self.score_phase():
+        with self._accounted("score", self.score_stage.phase()):
             return self.score_stage.score(samples, self.step.number)
 
     def advantages(self, samples: Sequence[Scored]) -> Batch:
