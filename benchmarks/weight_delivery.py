@@ -59,7 +59,7 @@ class Rank:
         return found, digests(found)
 
 
-class Engine:
+class DeliveredEngine:
     concurrency_groups: ClassVar = {"control": 1}
 
     def __init__(self, width: int) -> None:
@@ -97,7 +97,7 @@ class Engine:
 
 
 def measure(width: int, ranks: Sequence[Any], versions: int) -> dict[str, dict[str, Any]]:
-    engine: Any = ray.remote(num_cpus=0, concurrency_groups=Engine.concurrency_groups)(Engine).remote(width)
+    engine: Any = ray.remote(num_cpus=0, concurrency_groups=DeliveredEngine.concurrency_groups)(DeliveredEngine).remote(width)
     seconds: dict[str, list[float]] = {"fetch": [], "sockets": []}
     sizes: dict[str, list[int]] = {}
     for number in range(2 * (versions + 1)):

@@ -20,7 +20,7 @@ from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.session.dynamic_sampling import DynamicSampling
 from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.step.step import StepProgress
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from rlhfless_ray.types import Completion, Prompt, SampleId, Scored
 from tests.conftest import samples, small_recipe
 from tests.run_files import rows
 from tests.test_stops import Ended
@@ -37,9 +37,9 @@ def own_loop() -> ModuleType:
     return module
 
 
-def sample(row: int, reward: float | None, tokens: int = 3) -> Sample:
+def sample(row: int, reward: float | None, tokens: int = 3) -> Scored:
     done = Completion(0, np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), "stop", 0)
-    return Sample(Prompt(row, "p", (1,)), SampleId(row, 1, 0), done, reward=reward)
+    return Scored(Prompt(row, "p", (1,)), SampleId(row, 1, 0), done, reward=reward)
 
 
 # ---- a run --------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_values_that_nothing_can_be_learned_from_are_named(tmp_path: Path, rewar
     step = run.session.step
     step.progress, step.samples = StepProgress.TAKEN, [sample(7, 0.0), sample(8, 1.0)]
     run.stages.score.phase = nullcontext  # type: ignore[method-assign,assignment]
-    run.stages.score.score = lambda *_: 0  # type: ignore[method-assign]
+    run.stages.score.score = lambda samples, *_: list(samples)  # type: ignore[method-assign,assignment]
     with pytest.raises(UserError, match=rf"^updates\.score: .*{said}"):
         run.updates.score(step, lambda samples: rewards)
-    assert [one.reward for one in step.samples] == [0.0, 1.0]
+    assert [one.reward for one in step.scored] == [0.0, 1.0]

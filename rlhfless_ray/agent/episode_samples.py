@@ -25,15 +25,12 @@ class EpisodeSamples:
 
     def add(self, played: Iterable[EpisodeEnd]) -> list[Sample]:
         """Return the new samples, with rewards. A failed episode has an error and no tokens."""
-        added: list[Sample] = []
-        for end in played:
-            if end.key in self.made:
-                continue
+        new = [end for end in played if end.key not in self.made]
+        for end in new:
             name = self.ids[end.key]
             self.made[end.key] = sample_of(end, self.prompts[name.row], name, self.version)
             self.agent_s.append(end.agent_s)
-            added.append(self.made[end.key])
-        return added
+        return [self.made[end.key] for end in new]
 
     def all(self) -> list[Sample]:
         """Return all samples in the order of their requests."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhfless_ray.common.data_files import read_data_file
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.common.expressions import read_data_file
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.section import Section
 

@@ -129,10 +129,8 @@ class Scoring:
             return
         why = _loss_reason(self.timeout_s)
         if suspect is not None:  # it gets its error first, because a failure that ends the run writes it to disk
-            sample, failure = (
-                self.samples[suspect],
-                Score(suspect, None, f"the reward process hung past {self.timeout_s:g} s or died, and was replaced"),
-            )
+            sample, error = self.samples[suspect], f"the reward process hung past {self.timeout_s:g} s or died, and was replaced"
+            failure = Score(suspect, None, error)
             self._record([_scored(sample, failure)])
             first.remaining = _without(first.remaining, [failure])
             why += f" at prompt row {sample.prompt.index} {_short(sample.prompt.text)}, response {_short(sample.text)}"

@@ -60,10 +60,9 @@ class TrainedDrafter:
     def add_samples(self, samples: Sequence[Sample]) -> None:
         """Queue finished samples."""
         for sample in samples:
-            prompt, logprobs = sample.prompt.token_ids, sample.completion.logprobs.copy()
-            if sample.action_mask is not None:
-                logprobs[~sample.action_mask] = np.nan
-            tokens = np.concatenate([np.array(prompt, np.int32), sample.completion.token_ids])
+            prompt, done, mask = sample.prompt.token_ids, sample.completion, sample.action_mask
+            logprobs = done.logprobs if mask is None else np.where(mask, done.logprobs, np.float32(np.nan))
+            tokens = np.concatenate([np.array(prompt, np.int32), done.token_ids])
             if sample.written_tokens:  # none in a failed episode
                 self.queue.append(SampledSequence(tokens, np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs])))
                 self._owe([self.queue[-1]])

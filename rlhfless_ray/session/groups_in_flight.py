@@ -100,8 +100,8 @@ class GroupsInFlight:
         """Return the sample as it was before its first token, under this name."""
         self.counts["restarted"] += len(sample.completion.token_ids) > 0
         self.counts["restarted_tokens"] += len(sample.completion.token_ids)
-        version = sample.completion.version
-        none = Completion(sample.completion.key, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, version)
+        done = sample.completion
+        none = Completion(done.key, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, done.version)
         return Sample(sample.prompt, name, none)
 
     def count(self, batch: RolloutBatch, samples: list[Sample], ahead: bool, kept_tokens: int = 0) -> None:
@@ -153,17 +153,15 @@ class GroupsInFlight:
                 if self.mode.boundary is Boundary.CUT_RESTART:
                     mine = [self._without_tokens(s, s.id) if s.completion.finish_reason == UNFINISHED else s for s in mine]
                 self.in_flight.append(replace(group, samples=tuple(mine)))
+        names = COUNTS + ("kept_tokens",) * self.mode.switch.keep_kv + ("ahead_tokens",) * self.mode.switch.in_flight
         metrics = {
             "partial/oversample": self.at_work / self.quota,
             "partial/oversample_reason": self.reason,
             "partial/in_flight_groups": len(self.in_flight),
             "partial/in_flight_tokens": sum(len(s.completion.token_ids) for group in self.in_flight for s in group.samples),
-            **{f"partial/{name}": self.counts[name] for name in self._names()},
+            **{f"partial/{name}": self.counts[name] for name in names},
         }
         return trained, metrics
-
-    def _names(self) -> tuple[str, ...]:
-        return COUNTS + ("kept_tokens",) * self.mode.switch.keep_kv + ("ahead_tokens",) * self.mode.switch.in_flight
 
     @staticmethod
     def state(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -43,7 +43,8 @@ def test_a_strike_that_finds_nothing_lets_the_others_pass(monkeypatch: pytest.Mo
     found = chaos.Chaos(["always", "always", "never"], None, seed=0)
     for step in range(1, 20):
         for _ in range(3):
-            found(SimpleNamespace(step=SimpleNamespace(number=step)), "moment")  # type: ignore[arg-type]
+            session = SimpleNamespace(step=SimpleNamespace(number=step))
+            found(SimpleNamespace(parts=SimpleNamespace(session=session)), "moment")  # type: ignore[arg-type]
     assert [kind for _, kind, _ in found.done] == ["always", "always"] and found.kinds == ["never"]
     assert len({step for step, _, _ in found.done}) == 2 and min(step for step, _, _ in found.done) > 1
 

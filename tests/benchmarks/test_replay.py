@@ -19,7 +19,8 @@ from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.local.laptop.local_ray import forked
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Request
-from rlhfless_ray.weights.checksum import checksum
+from rlhfless_ray.weights.checksum import digests
+from rlhfless_ray.weights.tensor_slice import whole_slices
 from tests.conftest import ROOT, environment
 
 SETTINGS = EngineSettings(max_model_len=64, max_running=4, block_size=32, kv_cache_mb=8, gpu_memory_share=0.5, device="gpu")
@@ -32,8 +33,8 @@ def replayed(script: Script) -> ReplayedEngineActor:
 
 
 def load(actor: ReplayedEngineActor) -> None:
-    weights = {"weight": np.array([7], np.uint8)}
-    actor.load(1, weights, checksum(weights))
+    weights = whole_slices({"weight": np.array([7], np.uint8)})
+    actor.load(1, weights, digests(weights))
 
 
 def test_finish_times_are_those_of_decoding_together():

@@ -32,7 +32,7 @@ from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.rollout_batch import RolloutBatch
-from rlhfless_ray.step.step import Step
+from rlhfless_ray.step.step import Step, StepProgress
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, Scored, WeightVersion
 from tests.run_files import with_reward
 
@@ -138,8 +138,8 @@ class SmallSession(RolloutSession):
     def _weigh_prefixes(self, step: Step) -> None:
         return None
 
-    def _work_beside(self, step: Step) -> None:
-        return None
+    def _early_work(self, step: Step) -> list[Any]:
+        return []
 
     @contextmanager
     def _phase(self, plan: Any) -> Iterator[None]:
@@ -211,6 +211,7 @@ class SessionStates(RuleBasedStateMachine):
             most_engines=lambda width: 1,
             broker=None,
             leases=SimpleNamespace(waited_s=0.0),
+            ledger=SimpleNamespace(step=0, begin_step=lambda step: None),
         )
         learn: Any = SimpleNamespace(
             begin=lambda samples=0: None,
@@ -218,11 +219,11 @@ class SessionStates(RuleBasedStateMachine):
             worker_groups=SimpleNamespace(wait_for_copy=lambda weights: weights),
         )
         accounted = lambda name, phase: phase  # noqa: E731
-        self.session = SmallSession(context, self.source, self.groups, None, learn, None, None, accounted)  # type: ignore[arg-type]
+        self.session = SmallSession(context, self.source, self.groups, None, learn, None, None, accounted, steps_done)  # type: ignore[arg-type]
         self.session.on_batch = lambda batch: self.model.admit(batch)
         self.session.stage = self.stage = FakeStage(self.session)  # type: ignore[assignment]
         self.session.weights = WeightVersion(steps_done, ())
-        self.step = self.session.plan(steps_done + 1)
+        self.step = self.session.admit()
         self.phase = "planned"
 
     # ---- one step, in the order of `loop.py` ------------------------------------------------------------------------
@@ -243,7 +244,6 @@ class SessionStates(RuleBasedStateMachine):
 
     def take(self) -> None:
         assert self.step is not None
-        self.session.step = self.step
         self.session.take(self.step)
         self.phase = "taken"
 
@@ -265,14 +265,15 @@ class SessionStates(RuleBasedStateMachine):
     def update(self) -> None:
         """Update the learner, and admit the next step beside it."""
         number = self.done + 1
+        assert self.step is not None
         self.session.update_begins()
         self.session.update_is(Pending(lambda: None))  # type: ignore[arg-type, return-value]
+        self.step.progress = StepProgress.UPDATING
         cursor = self.cursor.state()
-        self.upcoming = self.session.admit(number + 1)
-        self.session.update_ends()
+        self.upcoming = self.session.admit()
+        self.session.update = None
         self.session.weights = WeightVersion(number, ())
-        if self.upcoming is not None:
-            self.session.switch(self.upcoming)
+        self.session.switch()
         begun = self.session.begun
         in_flight = self.groups.in_flight if begun is None else begun
         self.next_state = {
@@ -284,6 +285,8 @@ class SessionStates(RuleBasedStateMachine):
         self.phase = "updated"
 
     def close(self) -> None:
+        assert self.step is not None
+        self.step.progress = StepProgress.CLOSED
         self.done, self.state, self.closed = self.done + 1, self.next_state, self.model.copy()
         self.step = self.upcoming
         self.phase = "planned"
