@@ -13,8 +13,8 @@ from rlhfless_ray.local.process_memory import release_pages
 from rlhfless_ray.weights.tensor_file import as_tensor
 
 
-def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool) -> tuple[set[str], set[str]]:
-    """Load the weights.
+def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool, in_place: bool = True) -> tuple[set[str], set[str]]:
+    """Load the weights. `in_place`: on CPU, into existing memory, for which functions of vLLM are replaced.
 
     Returns the names of parameters that got none, and of the biases among the weights that the model does not use, see `unused_biases`.
     """
@@ -41,7 +41,8 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool)
     model.load_weights = load_and_record
     if on_cpu:
         _forget_packed_experts(model)
-    embeddings = _only_embeddings(model) if on_cpu else []
+    in_place = in_place and on_cpu
+    embeddings = _only_embeddings(model) if in_place else []
 
     def named() -> Iterator[tuple[str, Any]]:
         for name, array in weights.items():  # a further member of an engine gets them once
@@ -49,7 +50,7 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool)
             yield name, as_tensor(np.asarray(array))
 
     try:
-        with _loaded_in_place(embeddings) if on_cpu else nullcontext():
+        with _loaded_in_place(embeddings) if in_place else nullcontext():
             worker.reload_weights(weights_iterator=named())
     finally:
         del model.load_weights
