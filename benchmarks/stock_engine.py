@@ -98,7 +98,9 @@ def serve(kind: str, folder: Path) -> None:
         tokens = generate(prompts, length)
         found = {"wall_s": time.perf_counter() - wall_s, "cpu_s": processor_s() - cpu_s, "tokens": tokens}
         print(json.dumps(found), flush=True)
-    os._exit(0)  # vLLM's own end waits for its processes
+    for child in psutil.Process().children(recursive=True):  # bare vLLM's process would outlive this one
+        child.kill()
+    os._exit(0)
 
 
 def measure(folder: Path, size: str, rounds: int) -> list[dict[str, Any]]:
