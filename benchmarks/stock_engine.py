@@ -28,10 +28,11 @@ from benchmarks.peers.shared_work import HALF_BILLION, LARGE, SMALL
 
 WORK = {work.name: work for work in (SMALL, LARGE, HALF_BILLION)}
 KINDS = ("bare", "stock", "exact")
-BATCHES = (8, 32)
-PROMPT, TOKENS, STREAM_S = 24, 32, 0.25
-SETTINGS = {"max_model_len": 256, "max_running": max(BATCHES), "block_size": 32, "kv_cache_mb": 64, "gpu_memory_share": 0.5}
-Generate = Callable[[list[list[int]]], int]
+BATCHES = {"0.7M": (8, 32), "11M": (8, 32), "494M": (8,)}  # by size, so that a full run takes three minutes
+TOKENS = {"0.7M": 64, "11M": 128, "494M": 24}
+PROMPT, STREAM_S = 24, 0.25
+SETTINGS = {"max_model_len": 256, "max_running": 32, "block_size": 32, "kv_cache_mb": 64, "gpu_memory_share": 0.5}
+Generate = Callable[[list[list[int]], int], int]
 
 
 def bare(folder: Path) -> Generate:
@@ -42,9 +43,9 @@ def bare(folder: Path) -> Generate:
     from rlhfless_ray.engine.engine_settings import EngineSettings
 
     engine = LLM(**common_arguments(folder, EngineSettings(**SETTINGS), "dummy"), logprobs_mode="processed_logprobs")
-    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
 
-    def generate(prompts: list[list[int]]) -> int:
+    def generate(prompts: list[list[int]], tokens: int) -> int:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
         outputs = engine.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
@@ -72,8 +73,8 @@ def ours(kind: str, folder: Path) -> Generate:
         torch.set_num_threads(1)
     engine.load(1, {name: as_numpy(tensor) for name, tensor in stored_weights(read_folder(folder))})
 
-    def generate(prompts: list[list[int]]) -> int:
-        requests = [Request(key, tuple(prompt), int(time.time_ns()) + key, TOKENS, 1.0) for key, prompt in enumerate(prompts)]
+    def generate(prompts: list[list[int]], tokens: int) -> int:
+        requests = [Request(key, tuple(prompt), time.time_ns() + key, tokens, 1.0) for key, prompt in enumerate(prompts)]
         return sum(int(deltas.counts.sum()) for deltas in engine.generate(requests, STREAM_S))
 
     return generate
@@ -86,41 +87,46 @@ def processor_s() -> float:
 
 
 def serve(kind: str, folder: Path) -> None:
-    """Build an engine, then answer each line with a batch size by the seconds and tokens that the batch took."""
+    """Build an engine, then answer each line with a batch size and a length by the seconds and tokens that the batch took."""
     generate = bare(folder) if kind == "bare" else ours(kind, folder)
     rng = np.random.default_rng(0)
     print("ready", flush=True)
     for line in sys.stdin:
-        prompts = rng.integers(2, 60, (int(line), PROMPT)).tolist()
+        batch, length = map(int, line.split())
+        prompts = rng.integers(2, 60, (batch, PROMPT)).tolist()
         wall_s, cpu_s = time.perf_counter(), processor_s()
-        tokens = generate(prompts)
+        tokens = generate(prompts, length)
         found = {"wall_s": time.perf_counter() - wall_s, "cpu_s": processor_s() - cpu_s, "tokens": tokens}
         print(json.dumps(found), flush=True)
-    os._exit(0)  # vLLM's own end waits for its processes
+    for child in psutil.Process().children(recursive=True):  # bare vLLM's process would outlive this one
+        child.kill()
+    os._exit(0)
 
 
-def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
+def measure(folder: Path, size: str, rounds: int) -> list[dict[str, Any]]:
     """Return one row for each engine, batch size and round."""
     workers = {}
     for kind in KINDS:
         command = [sys.executable, "-m", "benchmarks.stock_engine", "--one", kind, str(folder)]
         workers[kind] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        while (line := workers[kind].stdout.readline()) and line.strip() != "ready":  # type: ignore[union-attr]
+    for worker in workers.values():
+        while (line := worker.stdout.readline()) and line.strip() != "ready":  # type: ignore[union-attr]
             pass
-        ask(workers[kind], BATCHES[0])  # the first batch allocates
+        for batch in BATCHES[size]:
+            ask(worker, batch, 4)  # the first batches allocate
     rows = []
     for number in range(rounds):
-        for batch in BATCHES:
+        for batch in BATCHES[size]:
             for kind in KINDS[number % 3 :] + KINDS[: number % 3]:
-                rows.append({"engine": kind, "batch": batch, "round": number, **ask(workers[kind], batch)})
+                rows.append({"engine": kind, "batch": batch, "round": number, **ask(workers[kind], batch, TOKENS[size])})
     for worker in workers.values():
         worker.stdin.close()  # type: ignore[union-attr]
         worker.wait(60)
     return rows
 
 
-def ask(worker: subprocess.Popen[str], batch: int) -> dict[str, Any]:
-    print(batch, file=worker.stdin, flush=True)
+def ask(worker: subprocess.Popen[str], batch: int, tokens: int) -> dict[str, Any]:
+    print(batch, tokens, file=worker.stdin, flush=True)
     for line in worker.stdout or ():
         if line.startswith("{"):
             return json.loads(line)
@@ -129,7 +135,7 @@ def ask(worker: subprocess.Popen[str], batch: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=WORK, default="494M", help="of the policy, in float32")
+    parser.add_argument("--size", choices=WORK, default="11M", help="of the policy, in float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="show that it runs")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # kind and folder
@@ -139,8 +145,8 @@ def main() -> None:
     size, rounds = ("0.7M", 2) if options.quick else (options.size, options.rounds)
     console = make_console()
     with tempfile.TemporaryDirectory(prefix="stock-engine-") as scratch:
-        rows = measure(WORK[size].write(Path(scratch)).policy, rounds)
-    assert all(row["tokens"] == row["batch"] * TOKENS for row in rows)
+        rows = measure(WORK[size].write(Path(scratch)).policy, size, rounds)
+    assert all(row["tokens"] == row["batch"] * TOKENS[size] for row in rows)
 
     def rate(kind: str, batch: int, number: int, unit: str) -> float:
         return next(r["tokens"] / r[unit] for r in rows if (r["engine"], r["batch"], r["round"]) == (kind, batch, number))
@@ -150,7 +156,7 @@ def main() -> None:
         return median(rate(kind, batch, number, unit) / rate("bare", batch, number, unit) for number in range(rounds))
 
     table = Table("batch", "engine", "tokens/s", "of bare vLLM", "tokens per processor-second", "of bare vLLM", title=f"{size}, float32")
-    for batch in BATCHES:
+    for batch in BATCHES[size]:
         for kind in KINDS:
             cells = [
                 cell
@@ -159,9 +165,15 @@ def main() -> None:
             ]
             table.add_row(str(batch), kind, *cells)
     console.print(table)
-    targets = [Target(f"stock beside bare vLLM, {batch} responses", share("stock", batch, "wall_s"), least=0.97) for batch in BATCHES]
-    shares = {unit: {kind: {str(b): share(kind, b, unit) for b in BATCHES} for kind in KINDS} for unit in ("wall_s", "cpu_s")}
-    save("stock_engine", {"size": size, "tokens": TOKENS, "share": shares, "rows": rows}, targets, console=console, quick=options.quick)
+    targets = [Target(f"stock beside bare vLLM, {batch} responses", share("stock", batch, "wall_s"), least=0.97) for batch in BATCHES[size]]
+    shares = {unit: {kind: {str(b): share(kind, b, unit) for b in BATCHES[size]} for kind in KINDS} for unit in ("wall_s", "cpu_s")}
+    save(
+        f"stock_engine_{size}",
+        {"size": size, "tokens": TOKENS[size], "share": shares, "rows": rows},
+        targets,
+        console=console,
+        quick=options.quick,
+    )
 
 
 if __name__ == "__main__":

@@ -28,21 +28,17 @@ from rlhfless_ray.local.member_process import call_after_end, exit_as_lost
 from rlhfless_ray.local.process_memory import own_memory_mb
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.types import EngineStep, Request, Span
+from rlhfless_ray.weights.channel import PublishedVersion
 from rlhfless_ray.weights.tensor_file import as_tensor, save_tensors, write_file
 
 SHARED_MEMORY = Path("/dev/shm")  # where a version's files are for vLLM's processes to map, if there is room
 # Odd, so that different numbers of tokens give different seeds: vLLM's generator of a request starts again when it continues, and with
 # the same seed it would repeat its noise.
 SEED_STEP = 0x9E3779B97F4A7C15
-# For vLLM's processes. Threads are leased here instead of bound to cores, and the process that starts them has used OpenMP before.
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "TORCHDYNAMO_DISABLE": "1",  # on CPU: an eager engine would load the compiler with its first step, 15 s
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
+# For vLLM's processes. They are spawned because the process that starts them has used OpenMP before.
+ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+# On CPU, threads are leased instead of bound to cores. An eager engine would load the compiler with its first step, which took 15 s.
+ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 # Set for the exact engine, by `prepare_vllm`
 UNSET = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE")
 
@@ -116,7 +112,7 @@ class StockEngine:
         process = psutil.Process()
         before = set(process.children())
         try:
-            with _environment(threads):
+            with _environment(threads, self.on_cpu):
                 self.engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=True)
         except Exception as error:
             raise RuntimeError(f"vLLM could not start an engine for {folder.name} ({one_line_with_type(error, 300)})") from error
@@ -317,7 +313,7 @@ class StockEngine:
 
 def _roomy_folder(weights: Mapping[str, np.ndarray]) -> Path | None:
     """Return the folder of files in memory if the weights fit it with as much room again, else None: the system's temporary folder."""
-    need = sum(np.asarray(array).nbytes for array in weights.values())
+    need = weights.nbytes if isinstance(weights, PublishedVersion) else sum(array.nbytes for array in weights.values())
     with suppress(OSError):
         room = os.statvfs(SHARED_MEMORY)
         if room.f_bavail * room.f_frsize > 2 * need:
@@ -326,10 +322,10 @@ def _roomy_folder(weights: Mapping[str, np.ndarray]) -> Path | None:
 
 
 @contextmanager
-def _environment(threads: int) -> Iterator[None]:
+def _environment(threads: int, on_cpu: bool) -> Iterator[None]:
     """Set the environment that vLLM's processes inherit."""
     before = dict(os.environ)
-    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(threads))
+    os.environ.update(ENVIRONMENT | (ON_CPU if on_cpu else {}), OMP_NUM_THREADS=str(threads))
     for name in UNSET:
         os.environ.pop(name, None)
     try:

@@ -42,7 +42,7 @@ class StockWorker:
 
     def rlhfless_load(self, folder: str, names: dict[str, str], on_cpu: bool) -> list[list[str]]:
         """Load the weights in a folder. Returns the names of weights that got none, and of biases that the model does not use."""
-        missing, unused = reload_weights(self, WeightFiles(Path(folder), names), on_cpu)
+        missing, unused = reload_weights(self, WeightFiles(Path(folder), names), on_cpu, in_place=False)
         if on_cpu:
             release_free_heap()
         return [sorted(missing), sorted(unused)]

@@ -33,8 +33,8 @@ def _tensors(worker: Any, weights: Mapping[str, np.ndarray]) -> Iterator[tuple[s
             yield name, as_tensor(array)
 
 
-def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool) -> tuple[set[str], set[str]]:
-    """Load the weights.
+def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool, in_place: bool = True) -> tuple[set[str], set[str]]:
+    """Load the weights. `in_place`: on CPU, into existing memory, for which functions of vLLM are replaced.
 
     Returns the names of parameters that got none, and of the biases among the weights that the model does not use, see `unused_biases`.
     """
@@ -61,7 +61,8 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool)
     model.load_weights = load_and_record
     if on_cpu:
         _forget_packed_experts(model)
-    embeddings = _only_embeddings(model) if on_cpu else []
+    in_place = in_place and on_cpu
+    embeddings = _only_embeddings(model) if in_place else []
 
     def named() -> Iterator[tuple[str, Any]]:
         for name, tensor in _tensors(worker, weights):
@@ -69,7 +70,7 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool)
             yield name, tensor
 
     try:
-        with _loaded_in_place(embeddings) if on_cpu else nullcontext():
+        with _loaded_in_place(embeddings) if in_place else nullcontext():
             worker.reload_weights(weights_iterator=named())
     finally:
         del model.load_weights

@@ -6,23 +6,53 @@ A key that `UNLEARNED` does not name changes what is learned, so new keys are re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.common.data_files import read_data_file
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.section import Section
 
-_TABLES = read_data_file(__package__, "unlearned.yaml")
-UNLEARNED: dict[str, set[str] | None] = {
-    section: None if names == "all" else set(names.split()) for section, names in _TABLES["unlearned"].items()
+UNLEARNED: Mapping[str, Collection[str] | None] = {
+    "run": {"name", "root", "steps", "epochs", "episodes", "deterministic", "sigterm_s", "min_ranks", "max_restarts"},
+    "evaluate": {"every_steps", "each_epoch"},
+    "rollout": {
+        *("engine", "agreement", "min_actors", "max_actors", "nodes", "tensor_parallel", "max_running", "kv_cache_mb", "gpu_memory_share"),
+        *("speculation", "drafter", "drafter_train", "drafter_hidden_size", "drafter_layers", "drafter_learning_rate"),
+        *("block_size", "prefix_kv", "stream_interval_s", "migrate", "migrate_tau", "deadline_s", "silence_s"),
+    },
+    "reward": {
+        *("ranks", "tensor_parallel", "micro_batch_tokens", "batch_samples", "workers"),
+        *("timeout_s", "deadline_s", "max_failed_share"),
+    },
+    "agent": {"timeout_s", "processes"},
+    "learner": {
+        *("ranks", "tensor_parallel", "sequence_parallel", "max_slots_per_rank", "zero_stage", "optimizer_offload", "pack_rows"),
+        *("micro_batch_tokens", "share_prompts", "overlap", "gradient_checkpointing", "max_skipped_updates", "deadline_s"),
+    },
+    "critic": {"ranks", "tensor_parallel", "sequence_parallel", "save"},
+    "reference": {"ranks", "tensor_parallel"},
+    "lora": {"publish"},
+    "functions": None,
+    "objective": None,
+    "price": None,
+    "cluster": None,
+    "checkpoint": None,
+    "save": None,
+    "watch": None,
 }
-"""Section → its keys that change nothing that is learned or counted, or None for all of them."""
-TO_ROUNDING = {f"{section}.{name}" for section, names in _TABLES["to_rounding"].items() for name in names.split()}
-"""Keys of UNLEARNED that change what is learned by rounding."""
+"""Section → its keys that change nothing that is learned or counted, or None for all of them. Both kinds of recipe are meant.
+
+`run.steps` and its like belong to them although they stretch a schedule of the learning rate: see `Changes.said`."""
+TO_ROUNDING = {
+    *(f"learner.{key}" for key in ("ranks", "tensor_parallel", "sequence_parallel", "max_slots_per_rank", "zero_stage")),
+    *(f"learner.{key}" for key in ("optimizer_offload", "micro_batch_tokens", "share_prompts", "gradient_checkpointing")),
+    *(f"critic.{key}" for key in ("ranks", "tensor_parallel", "sequence_parallel")),
+    *("reference.ranks", "reference.tensor_parallel", "reward.tensor_parallel", "rollout.tensor_parallel"),
+}
+"""Keys of UNLEARNED that change what is learned by rounding, so that `run.exact` keeps them."""
 LENGTHS = ("run.steps", "run.epochs", "run.episodes")
 MAX_VALUE_CHARS = 80  # of a value in a message
 
@@ -102,7 +132,7 @@ def changes(
 def is_learned(key: str) -> bool:
     """Return whether a key changes what is learned or counted."""
     section, _, name = key.partition(".")
-    keys = UNLEARNED.get(section, set())
+    keys = UNLEARNED.get(section, ())
     return keys is not None and name not in keys
 
 
