@@ -184,7 +184,7 @@ def test_what_hangs_is_ended_and_its_step_has_exactly_its_samples(
 ) -> None:
     """An engine at work, and a reward process that has the whole step to score, stop where no signal reaches."""
     monkeypatch.setattr("rlhfless_ray.reward.scoring.SLACK_S", 2.0)
-    monkeypatch.setattr("rlhfless_ray.functions.worker_pool.KNOWN_S", 1.0)
+    monkeypatch.setattr("rlhfless_ray.functions.instance.KNOWN_S", 1.0)
     rng, stopped = np.random.default_rng(0), []
     started: Callable[[Hit], bool] = lambda run: any(i.started for i in run.parts.stages.rollout.pool.working)  # noqa: E731
     engine = when(started, lambda run: stopped.append(kill(run.parts.stages.rollout.pool.working, rng, signal.SIGSTOP)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -14,6 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.cluster_nodes import ClusterNodes
+from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import Lease, Slot
 
 
@@ -38,6 +42,7 @@ class ProcessLost(RunError):
 _numbers = itertools.count(1)
 # Raised by calls whose process or node is lost. Processes that Ray ends for lack of memory raise no RayActorError.
 GONE = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError)
+KNOWN_S = 5.0  # time until Ray knows that a process or node is lost
 ANSWER_S = 1.0  # replies of earlier calls may arrive after the error of a failed one
 MAX_REASON_CHARS = 500  # limit of another program's message in our messages
 
@@ -155,6 +160,23 @@ def actor_state(actor: Any) -> tuple[bool, bool]:
     info = state.actors(actor_id=actor._actor_id.hex())
     death = info.get("DeathCause")
     return info.get("State") != "DEAD", death is not None and death.WhichOneof("context") == "oom_context"
+
+
+def cause_of_loss(instances: Collection[Instance], nodes: ClusterNodes) -> FailureCause:
+    """Determine why one of these does not respond.
+
+    A connection may break before Ray knows why. A process that seems alive after KNOWN_S hangs.
+    """
+    end = time.monotonic() + KNOWN_S
+    while True:
+        if any(nodes.confirm_lost(node) for node in {instance.slot.node for instance in instances}):
+            return FailureCause.NODE_LOST
+        ended = [for_memory for alive, for_memory in (actor_state(one.actor) for one in instances) if not alive]
+        if ended:
+            return FailureCause.MEMORY if any(ended) else FailureCause.DIED
+        if time.monotonic() > end:
+            return FailureCause.HUNG
+        time.sleep(0.05)
 
 
 def device_environment(slot: Slot, resource: str) -> dict[str, str]:

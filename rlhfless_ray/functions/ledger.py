@@ -135,20 +135,9 @@ class Ledger:
     def park(self, instance: str, node: str, device: str, kind: str, memory_mb: float, kept: float = 1.0) -> None:
         """Record that an instance stays warm without a lease. Its memory is billed at `parked_price`, and no slot is."""
         if instance not in self.open:
-            self.open[instance] = Holding(
-                "",
-                self.name_of(node),
-                device,
-                kind,
-                instance,
-                self.step,
-                time.time(),
-                memory_mb=memory_mb,
-                slots=0,
-                parked=self.parked_price(node, memory_mb, kept),
-                node_id=node,
-                price_per_hour=self.prices.slot_per_hour(node),
-            )
+            who = "", self.name_of(node), device, kind, instance, self.step, time.time()
+            share, price = self.parked_price(node, memory_mb, kept), self.prices.slot_per_hour(node)
+            self.open[instance] = Holding(*who, memory_mb, slots=0, parked=share, node_id=node, price_per_hour=price)
 
     def parked_price(self, node: str, memory_mb: float, kept: float = 1.0) -> float:
         """Return the price of a process parked with `memory_mb`, as a share of a slot's price.
@@ -176,25 +165,8 @@ class Ledger:
 
     def unleased(self, kind: str, instance: str, node: str, from_s: float, to_s: float, core_s: float, what: str) -> None:
         """Record `core_s` CPU seconds of a process without a lease. They cost money but are not slot-seconds. Times since the epoch."""
-        self.rows.append(
-            Row(
-                "",
-                self.name_of(node),
-                instance,
-                "cpu",
-                kind,
-                instance,
-                "unleased",
-                self.step,
-                round(from_s - self.started_s, 6),
-                round(to_s - self.started_s, 6),
-                round(core_s, 6),
-                0,
-                0.0,
-                core_s * self.prices.core_per_hour / 3600,
-                what=what,
-            )
-        )
+        process = Holding("", self.name_of(node), instance, kind, instance, self.step, from_s, slots=0)
+        self._add(process, "cpu", "unleased", from_s, to_s, core_s, core_s * self.prices.core_per_hour / 3600, what)
 
     def begin_step(self, step: int, at_s: float | None = None) -> None:
         """Begin a step (at `at_s`): close and reopen all holdings, so that each row belongs to one step."""
@@ -234,25 +206,14 @@ class Ledger:
         if seconds <= 0:
             return
         money = seconds * (holding.slots or holding.parked) * holding.price_per_hour / 3600
-        self.rows.append(
-            Row(
-                holding.lease,
-                holding.node,
-                holding.device,
-                self.resource,
-                holding.kind,
-                holding.instance,
-                activity,
-                holding.step,
-                round(begin - self.started_s, 6),
-                round(end - self.started_s, 6),
-                round(seconds, 6),
-                holding.slots,
-                round(holding.memory_mb, 1),
-                money,
-                what=what,
-            )
-        )
+        self._add(holding, self.resource, activity, begin, end, seconds, money, what)
+
+    def _add(
+        self, of: Holding, resource: str, activity: str, begin: float, end: float, seconds: float, money: float, what: str = ""
+    ) -> None:
+        who = of.lease, of.node, of.device, resource, of.kind, of.instance, activity, of.step
+        when = round(begin - self.started_s, 6), round(end - self.started_s, 6), round(seconds, 6)
+        self.rows.append(Row(*who, *when, of.slots, round(of.memory_mb, 1), money, what=what))
 
     @property
     def count(self) -> int:

@@ -52,6 +52,13 @@ class NodeGroup:
     pause_s: float = POLL_S[0]
     look_s: float = 0.0
 
+    @property
+    def at(self) -> str:
+        return self.node or self.place[0]
+
+    def may_serve(self, request: SlotRequest, place: Place, state: PoolState) -> bool:
+        return self.place == place or (self.at in state.nodes and state.may_use(request, self.at))
+
 
 class NodeGroups:
     """The groups that a pool has asked for. It has no thread: each `advance` looks how far they are."""
@@ -128,16 +135,16 @@ class NodeGroups:
         known = [group for group in self.asked if group.node or group.count == 1 or now_s - group.asked_s < PLAN_S]
         idle, left = Counter(slot.node for slot in state.free), {group: group.count for group in known}
         covered: dict[str, NodeGroup] = {}  # by request id
-        for covers in (_is_asked_for, _is_at):
-            for request in [one for one in lacking if one.id not in covered]:
-                for group in left:
-                    node = group.node or group.place[0]
-                    missing = request.width - min(idle[node], request.width - 1)
-                    if left[group] >= missing and covers(group, request, state):
-                        idle[node] -= request.width - missing
-                        left[group] -= missing
-                        covered[request.id] = group
-                        break
+        for request in lacking:
+            place = _place_of(request, state)
+            fitting = [
+                group for group in left if left[group] >= _missing(request, group.at, idle) and group.may_serve(request, place, state)
+            ]
+            if group := min(fitting, key=lambda group: group.place != place, default=None):
+                missing = _missing(request, group.at, idle)
+                idle[group.at] -= request.width - missing
+                left[group] -= missing
+                covered[request.id] = group
         for group in [group for group in known if left[group] and not group.node]:
             self._withdraw(group, now_s)
         wanted = self._plan([one for one in lacking if covered.get(one.id) not in self.asked], state, idle)
@@ -163,14 +170,14 @@ class NodeGroups:
         free = Counter(free_slots(self.resource) if plans_nodes else {})
         together, apart = Counter[Place](), list[tuple[Place, int]]()
         for request in lacking:
-            place, missing = _place_of(request, state), request.width
-            nodes = [node for node in state.nodes if state.may_use(request, node) and free[node] + idle[node] >= missing and free[node] > 0]
-            if nodes and (self.is_bundled or missing > 1):
-                node = max(nodes, key=lambda node: (min(idle[node], missing - 1), together[node, ()] > 0, free[node]))
-                place, missing = (node, ()), missing - min(idle[node], missing - 1)
+            place, missing, is_free = _place_of(request, state), request.width, False
+            nodes = [node for node in state.nodes if state.may_use(request, node) and free[node] >= _missing(request, node, idle)]
+            if nodes and plans_nodes and (self.is_bundled or request.width > 1):
+                node = max(nodes, key=lambda node: (-_missing(request, node, idle), together[node, ()] > 0, free[node]))
+                place, missing, is_free = (node, ()), _missing(request, node, idle), True
                 idle[node] -= request.width - missing
                 free[node] -= missing
-            if (self.is_bundled and request.width == 1) or (self.is_bundled and nodes):
+            if self.is_bundled and (is_free or request.width == 1):
                 together[place] += missing
             else:
                 apart.append((place, missing))
@@ -203,13 +210,9 @@ def _place_of(request: SlotRequest, state: PoolState) -> Place:
     return request.node or (f"!in({','.join(sorted(avoided))})" if avoided else ""), tuple(sorted(request.labels.items()))
 
 
-def _is_asked_for(group: NodeGroup, request: SlotRequest, state: PoolState) -> bool:
-    return group.place == _place_of(request, state)
-
-
-def _is_at(group: NodeGroup, request: SlotRequest, state: PoolState) -> bool:
-    node = group.node or group.place[0]
-    return node in state.nodes and state.may_use(request, node)
+def _missing(request: SlotRequest, node: str, idle: Mapping[str, int]) -> int:
+    """Return how many slots of a node a request lacks beside the pool's idle ones."""
+    return request.width - min(idle[node], request.width - 1)
 
 
 def request_group(resource: str, count: int, name: str, place: Place, lifetime: str | None = None) -> PlacementGroup:

@@ -77,7 +77,7 @@ class SlotPool:
 
     def _first_number(self, node: str) -> int:
         """Return the first number of a node's slots: those of an earlier pool are below it."""
-        return self.state.nodes[node][0] if self.orphans and node in self.state.nodes else 0
+        return self.state.nodes[node][0] if not all(self.orphans.values()) and node in self.state.nodes else 0
 
     # ---- calls of the runs ----------------------------------------------------------------------------------------
 

@@ -13,14 +13,13 @@ import ray
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
-from rlhfless_ray.functions.instance import Instance, State, actor_state
+from rlhfless_ray.functions.instance import Instance, State, cause_of_loss
 from rlhfless_ray.functions.kept_memory import begin_to_leave, give_back, record_kept, wait_until_left
 from rlhfless_ray.functions.lease import PREFERRED_S, Labels, Lease, LeaseManager, Slot
 from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
 FAULTS = 3  # failure budget of a pool outside of a run
-KNOWN_S = 5.0  # time until Ray knows that a process or node is lost
 ATTEMPT_S = 5.0  # two runs that each hold half of what both need release it after this time
 GRANT_S = 0.05  # wait for a slot that may be free: Ray takes milliseconds to grant one
 
@@ -344,20 +343,8 @@ class WorkerPool:
         self.working = [i for i in self.working if i is not instance]
 
     def cause(self, *instances: Instance) -> FailureCause:
-        """Determine why one of these does not respond.
-
-        A connection may break before Ray knows why. A process that seems alive after KNOWN_S hangs.
-        """
-        end = time.monotonic() + KNOWN_S
-        while True:
-            if any(self.leases.nodes.confirm_lost(node) for node in {instance.slot.node for instance in instances}):
-                return FailureCause.NODE_LOST
-            ended = [for_memory for alive, for_memory in (actor_state(i.actor) for i in instances) if not alive]
-            if ended:
-                return FailureCause.MEMORY if any(ended) else FailureCause.DIED
-            if time.monotonic() > end:
-                return FailureCause.HUNG
-            time.sleep(0.05)
+        """Determine why one of these does not respond."""
+        return cause_of_loss(instances, self.leases.nodes)
 
     def replace(
         self,

@@ -13,7 +13,7 @@ from ray.exceptions import NodeDiedError
 from placement.market import Bid
 from rlhfless_ray.functions import node_groups
 from rlhfless_ray.functions.pool_core import PoolCore
-from rlhfless_ray.functions.pool_messages import PoolSlot, RunInfo, RunSlots, SlotRequest
+from rlhfless_ray.functions.pool_messages import MESSAGES, PoolSlot, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import IDLE_S
 from rlhfless_ray.functions.pool_view import reply_to, view_of
 from tests.functions.fake_ray import ActorOnThread, FakeRay
@@ -168,7 +168,7 @@ def test_a_run_that_comes_to_a_new_pool_brings_its_groups_and_their_other_device
     try:
         actor.pool.orphans_until_s = time.monotonic() + 0.5
         kept: list[PoolSlot] = held[:1]
-        assert actor.join.remote(RunInfo("x", folder="x"), "s", kept, None, 0.0, messages=4).result(10)[0] == ""
+        assert actor.join.remote(RunInfo("x", folder="x"), "s", kept, None, 0.0, messages=MESSAGES).result(10)[0] == ""
         end_s = time.monotonic() + 10
         while len(actor.pool.state.slots) < 4:
             assert time.monotonic() < end_s
