@@ -69,7 +69,7 @@ def main(overrides: list[str]) -> None:
         curriculum = Curriculum(len(run.inputs.prompts.train), recipe.run.seed)
         for step in train(run.parts, curriculum):
             rows = sorted({sample.prompt.index for sample in step.samples})
-            print(f"step {step.number}: {step.plan.actors} engines, reward {step.metrics['reward/mean']:.2f}, rows {rows[:4]} …")
+            print(f"step {step.number}: engines {step.plan.actors}, reward {step.metrics['reward/mean']:.2f}, rows {rows[:4]} …")
 
 
 if __name__ == "__main__":

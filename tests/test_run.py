@@ -151,7 +151,7 @@ evaluate = Evaluations.evaluate
 
 def interrupted(self):
     """Ctrl-C comes inside the last evaluation, after the last update."""
-    if self.state.steps_done == 3:
+    if self.records.state.steps_done == 3:
         os.kill(os.getpid(), signal.SIGINT)
     return evaluate(self)
 
