@@ -117,7 +117,8 @@ class World:
 
         slices = whole_slices(self.weights[which])
 
-        ray.get(actor.load.remote(version, slices, digests(slices)), timeout=60)
+        ref = ray.put(slices)
+        ray.get(actor.load.remote(version, ref, digests(slices), refs={version: [ref]}), timeout=60)
 
 
 @pytest.fixture(scope="module")
