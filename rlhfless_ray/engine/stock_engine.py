@@ -31,6 +31,7 @@ from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.channel import PublishedVersion
 from rlhfless_ray.weights.tensor_file import as_tensor, save_tensors, write_file
 
+NOTICE_S = 1.0  # time for Ray to end this process too, when a run ends and takes all processes with it
 SHARED_MEMORY = Path("/dev/shm")  # where a version's files are for vLLM's processes to map, if there is room
 # Odd, so that different numbers of tokens give different seeds: vLLM's generator of a request starts again when it continues, and with
 # the same seed it would repeat its noise.
@@ -127,6 +128,7 @@ class StockEngine:
 
     def _end_if_lost(self) -> None:
         """vLLM's synchronous client would wait forever for a process that was killed."""
+        time.sleep(NOTICE_S)
         if not self.closing:
             self.lost(f"a process of vLLM has ended that the engine in process {os.getpid()} needs")
 
