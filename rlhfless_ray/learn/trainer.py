@@ -37,7 +37,7 @@ class Trainer(Protocol):
 
     engine: Any  # called for a forward pass of the opened module
 
-    def open(self, wrapped: nn.Module, state: Mapping[str, Any] | None, task: str | None = None) -> None:
+    def open(self, wrapped: nn.Module, state: dict[str, Any] | None, task: str | None = None) -> None:
         """Train `wrapped.model`, from `state` if there is one (see `read_state`). `task`: peft's task type of adapters."""
 
     def passes(self, forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch]) -> Tensor:

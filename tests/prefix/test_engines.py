@@ -103,7 +103,9 @@ class World:
         from rlhfless_ray.weights.model_folder import without_weights
 
         if name not in self.engines:
-            actor = ray.remote(engine_class()).options(num_cpus=0).remote(without_weights(self.files[0]), settings(**changes))
+            actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1, "pages": 1})(engine_class()).remote(
+                without_weights(self.files[0]), settings(**changes)
+            )
             ray.get(actor.open.remote(changes.get("tensor_parallel", 1)), timeout=240)
             self.engines[name] = actor
             self.load(actor, 1, 0)
@@ -117,7 +119,8 @@ class World:
 
         slices = whole_slices(self.weights[which])
 
-        ray.get(actor.load.remote(version, slices, digests(slices)), timeout=60)
+        ref = ray.put(slices)
+        ray.get(actor.load.remote(version, ref, digests(slices), refs={version: [ref]}), timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -71,16 +71,21 @@ def main(file: Path, kind: str) -> None:
         # of several members, so the head cannot use the policy's embeddings
         drafter = write_folder(Path(folder, "head"), tiny_head(FILES["A"]["config.json"], embeddings=True)) if kind == "plain" else None
         engine = VllmEngine(write_folder(Path(folder, "policy"), without_weights(FILES["A"])), settings, drafter=drafter)
+
+    def load(name: str) -> int:
+        """Load a version, and return the bytes that the first member fetched from a channel."""
+        version = next(VERSIONS)
+        if kind == "adapter":
+            engine.load(version, Trained(FILES["A"], ord(name)).weights, weights_of(FILES["A"]))
+            return 0
+        channel = channel_of(file.with_name(name), version, FILES[name])
+        engine.check(channel, version)
+        engine.load(version, PublishedVersion(channel, version))
+        return channel.fetched_bytes
+
     found, fetched = {}, 0
     for name in "AB":
-        if kind == "adapter":
-            engine.load(next(VERSIONS), Trained(FILES["A"], ord(name)).weights, weights_of(FILES["A"]))
-        else:
-            version = next(VERSIONS)
-            channel = channel_of(file.with_name(name), version, FILES[name])
-            engine.check(channel, version)
-            engine.load(version, PublishedVersion(channel, version))
-            fetched = channel.fetched_bytes
+        fetched = load(name)
         found[name] = answer(engine, at_several_temperatures(requests()) if kind == "plain" else requests())
         engine.park()
         engine.unpark()
@@ -92,6 +97,7 @@ def main(file: Path, kind: str) -> None:
             differing[name] = engine.differing(write_folder(Path(folder), FILES[name]), WIDE, weights_of(FILES[name]))
     channel = channel_of(file.with_name("A"), 0, FILES["A"])
     damage = {name: damage_of(engine, channel, name) for name in channel.digests[0]}
+    load("A")  # damaged versions were refused, and the engine goes on
     file.write_bytes(pickle.dumps(([member.pid for member in started], found, differing, drafted, fetched, damage)))
     threading.Timer(0.5, os.kill, (started[0].pid, signal.SIGKILL)).start()
     while True:

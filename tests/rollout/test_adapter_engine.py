@@ -19,7 +19,7 @@ from rlhfless_ray.learn.policy_model import load_model
 from rlhfless_ray.recipe import LoraConfig
 from rlhfless_ray.types import Completion, Request
 from rlhfless_ray.weights.adapter import ADAPTABLE, SERVED_FAMILIES
-from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.model_folder import stored_weights, write_folder
 from rlhfless_ray.weights.tensor_file import as_numpy
 
 pytestmark = pytest.mark.engine
@@ -103,12 +103,17 @@ def test_an_adapter_on_a_base_in_8_bits(new_engine: Callable[..., Any]) -> None:
     assert 1e-4 < trained.largest_mismatch(asked, answer(made, asked)) < 2.0
 
 
+def stored(files: dict[str, bytes]) -> dict[str, np.ndarray]:
+    """The base as its files have it."""
+    return {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
+
+
 def test_an_adapter_on_a_base_in_4_bits(new_engine: Callable[..., Any], tmp_path: Path) -> None:
     """Engines keep the 4 bits. They agree with the learner, which computes with their values, as two programs do in bfloat16."""
     files = pack_4_bits(policy("qwen2", dtype="bfloat16"))
     trained = Trained(files, 7, model=load_model(write_folder(tmp_path / "packed", files), "bfloat16", False))
     made = new_engine(files, adapter=SERVED, max_model_len=160, dtype="bfloat16")
-    made.load(next(VERSIONS), trained.weights, files)
+    made.load(next(VERSIONS), trained.weights, stored(files))
     model = made.core.model_executor.driver_worker.get_model()
     kernels = {type(getattr(getattr(module, "scheme", None), "kernel", None)).__name__ for module in model.modules()}
     assert "CPUWNA16LinearKernel" in kernels
@@ -124,6 +129,6 @@ def test_families(family: str, new_engine: Callable[..., Any]) -> None:
     files = policy(family)
     trained = Trained(files, 6)
     made = new_engine(files, adapter=SERVED, max_model_len=160)
-    made.load(next(VERSIONS), trained.weights, files)
+    made.load(next(VERSIONS), trained.weights, stored(files))
     asked = requests(8)
     assert trained.largest_mismatch(asked, answer(made, asked)) < 1e-4
