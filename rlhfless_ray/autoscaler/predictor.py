@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from placement.forecast.forecaster import LengthForecaster, Scenarios
+from placement.measurements.registry import Measurements
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.overlapped_step import Rest, Update
 from placement.speed.decode_speed import Speed
-from placement.speed.measurements import Measurements
 from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
 from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.recipe import Recipe

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from placement.measurements.correction import Correction
+from placement.measurements.trial import Trial
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.overlapped_step import Update
 from placement.scaling.resize_policy import Decision, Park, Release
-from placement.speed.correction import Correction
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.predictor import REGRANT_S, Predictor
 from rlhfless_ray.recipe import Recipe
@@ -29,6 +30,7 @@ class StepPredictor(Predictor):
         self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
         self.correction = 1.0  # factor on the rollout times that the models predict, for the plans of one step
         self.newest_s = 0.0  # the newest rollout time that they predicted
+        self.tried: dict[str, bool] = {}  # measures on trial that this step wanted → whether it takes them
 
     def correct_rollout(self) -> float:
         """Return the factor on predicted rollout times. One for all plans of a step, so that it changes no order among them."""
@@ -46,17 +48,40 @@ class StepPredictor(Predictor):
         rollout = Prediction(by_model_s, phase_s, *self.terms.rollout.interval(by_model_s, INTERVAL))
         return rollout, _corrected(self.terms.cost, slot_s), _corrected(self.terms.step, step_s)
 
+    def takes(self, measure: Literal["moves", "early_gradients"]) -> bool:
+        """Decide whether a step that wants this measure takes it: whether it pays is on trial in every run.
+
+        Steps beside an update overlap with others, so they cannot be compared. They take what the planner wants.
+        """
+        if self.recipe.rollout.rolls_out_ahead:
+            return True
+        if measure not in self.tried:
+            trial: Trial = getattr(self.terms, measure)
+            self.tried[measure] = self.safely("a trial", trial.decide, lambda: True)
+        return self.tried[measure]
+
     def observe_plan(self, plan: RolloutPlan, row: Mapping[str, Any]) -> None:
         """Compare a finished step with its plan. `row`: the step's metrics.
 
         A rollout beside an update is in the step before, so only the whole step is compared then. An evaluation is in no plan.
         """
+        tried, self.tried = self.tried, {}
         if row["phase/eval_s"]:
             return
+        self._observe_trials(tried, plan, row)
         if not self.recipe.rollout.rolls_out_ahead:
             self.terms.rollout.observe(plan.rollout.by_model, row["phase/rollout_s"])
             self.terms.cost.observe(plan.cost.by_model, row["cost/rollout_slot_s"])
         self.terms.step.observe(plan.step.by_model, row["step_s"])
+
+    def _observe_trials(self, tried: Mapping[str, bool], plan: RolloutPlan, row: Mapping[str, Any]) -> None:
+        """Judge the measures that the step wanted by its time and its rollout's cost, both as the objective weighs them."""
+        price = 1 / self.value_per_s if self.recipe.functions.elastic else 0.0
+        planned = plan.step.corrected + price * plan.cost.corrected
+        if planned > 0:
+            measured = row["step_s"] + price * row["cost/rollout_slot_s"]
+            for measure, is_taken in tried.items():
+                getattr(self.terms, measure).observe(is_taken, measured / planned)
 
     def _step_s(self, phase_s: float, lengths: np.ndarray, update: Update | None) -> float:
         tokens = float(lengths.mean(1).sum())

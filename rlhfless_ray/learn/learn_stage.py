@@ -29,6 +29,7 @@ from rlhfless_ray.types import AnySample, Sample, SampleId, Scored, Trained, Upd
 from rlhfless_ray.weights.tensor_file import Files
 
 FREE_S = 0.05  # longest wait for Ray to grant a free slot
+PROBE_TOKENS, MIN_TOKEN_S = 1000.0, 1e-9  # to read a token's part off the time of an update
 
 
 class LearnStage:
@@ -43,6 +44,7 @@ class LearnStage:
         self.obstacle = obstacle(context.recipe)
         self.learned: dict[SampleId, Trained] = {}  # the step's samples whose gradients have been requested
         self.refs: list[Any] = []  # references to pending gradients
+        self.tokens_ahead = 0  # of their samples
         self.update: Pending[UpdateStats] = Pending(UpdateStats)  # of the learner, the newest one
         self._stop_waits = ExitStack()  # holds the deferral of stop signals while an update is under way
         section = context.recipe.algorithm.kl
@@ -89,19 +91,28 @@ class LearnStage:
         return self.obstacle is None and not self.refs and self.worker_group.fits(leases)
 
     def choose_samples(self, groups: Sequence[Sequence[AnySample]], seconds: float) -> list[AnySample]:
-        """Return complete groups for about a micro-batch per share, or nothing if there are too few or they take more than `seconds`."""
-        budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.cutter.ranks
+        """Return complete groups whose gradients will be there within `seconds`, about a micro-batch per share at most.
+
+        Returns nothing if their gradients would take less time than it takes to begin with them, or if the step goes without on trial.
+        """
+        autoscaler, took = self.context.autoscaler, self.context.autoscaler.terms.gradients
+        begin_s, token_s = took.fixed_s, took.per_unit_s
+        if not took.records:  # as for a whole update
+            begin_s = autoscaler.learner.predict(1, 0.0)
+            token_s = (autoscaler.learner.predict(1, PROBE_TOKENS) - begin_s) / PROBE_TOKENS
+        fitting = (seconds - begin_s) / max(token_s, MIN_TOKEN_S)
+        budget = min(self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.cutter.ranks, int(max(0.0, fitting)))
         ready = [group for group in groups if self.passes.has_inputs_of(group)]
         count, tokens, full = fill_budget((sum(sample.total_tokens for sample in group) for group in ready), budget)
-        enough = (full or tokens >= budget / 2) and self.context.autoscaler.learner.predict(1, tokens) <= seconds
-        return [sample for group in ready[:count] for sample in group] if enough else []
+        pays = count > 0 and tokens <= fitting and (full or tokens * token_s >= begin_s)
+        return [sample for group in ready[:count] for sample in group] if pays and autoscaler.takes("early_gradients") else []
 
     def accumulate(self, samples: list[Scored], leases: list[Lease]) -> list[Lease]:
         """Accumulate gradients of complete groups under some of the leases. Returns the other leases."""
         self.worker_group.slots = self.worker_group.ranks
         left = self.worker_group.assign_leases(leases) if not self.worker_group.working else leases
         batch, trained = self.advantages(samples)
-        self.refs = self.worker_group.accumulate(batch)
+        self.refs, self.tokens_ahead = self.worker_group.accumulate(batch), sum(sample.total_tokens for sample in samples)
         self.worker_groups.keeps_gradients = True
         self.learned |= {sample.id: sample for sample in trained}
         return left
@@ -114,7 +125,8 @@ class LearnStage:
         leases = self.passes.collect(wait)
         if not self.refs or (self.worker_group.pending(self.refs) and not wait):
             return leases
-        self.worker_group.wait_for_gradients(self.refs)
+        if took_s := self.worker_group.wait_for_gradients(self.refs):
+            self.context.autoscaler.terms.gradients.observe(self.tokens_ahead, took_s)
         self.refs = []
         return [*leases, *(self.worker_group.park() if self.context.leases.resource == "cpu" else [])]
 

@@ -408,10 +408,15 @@ class WorkerGroup:
             return True
         return False
 
-    def wait_for_gradients(self, refs: list[Any]) -> None:
-        """Wait for gradients. The ranks keep their leases. The successor of a lost rank accumulates again when it gets leases."""
-        if replies := self._replies_or_lost(refs, "gradients"):
-            self._record_spans(replies)
+    def wait_for_gradients(self, refs: list[Any]) -> float | None:
+        """Wait for gradients. The ranks keep their leases. Returns the slowest rank's seconds, or None if a rank was lost.
+
+        Its successor accumulates again when it gets leases.
+        """
+        if not (replies := self._replies_or_lost(refs, "gradients")):
+            return None
+        self._record_spans(replies)
+        return max(sum(span.to_s - span.from_s for span in spans) for spans in replies)
 
     def wait_for_values(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
         """Wait for replies to `ask`. Returns them with the slowest rank's seconds, or None if a rank was lost: then call `ask` again."""

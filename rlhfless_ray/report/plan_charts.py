@@ -60,15 +60,27 @@ def _plan(rows: Sequence[Row], id: str, what: str, note: str, planned: str, meas
     data = lines(rows, metrics, width=1.8, hovertemplate=f"%{{y:.3~g}} {unit}")
     if not data:
         return None
-    pairs = [(finite(row.get(planned)), finite(row.get(measured))) for row in rows]
-    errors = [abs(p - m) / m for p, m in pairs if p is not None and m]
-    if errors:
-        note += f" The median error is {100 * statistics.median(errors):.0f}%."
+    note += _accuracy(rows[len(rows) // 2 :], planned, measured)
     axis: Row = {"title": unit, "rangemode": "tozero"}
     if top := axis_top([y for trace in data for y in trace["y"]], 0.97):
         axis = {"title": unit, "range": [0, top]}
         note += f" Steps above {number(top, 2)} {unit} are cut off; double-click shows them."
     return Chart(id, f"{what}, planned and measured", note, data, {"yaxis": axis})
+
+
+def _accuracy(rows: Sequence[Row], planned: str, measured: str) -> str:
+    """Say how far plans were off in these steps, and how many were inside their 90 % intervals."""
+    pairs = [(finite(row.get(planned)), finite(row.get(measured))) for row in rows]
+    known = [(p, m) for p, m in pairs if p and m]
+    if not known:
+        return ""
+    bias = sum(p for p, _ in known) / sum(m for _, m in known) - 1
+    said = f" In the second half plans were {abs(bias):.0%} {'high' if bias > 0 else 'low'} in all, with a median error of "
+    said += f"{statistics.median(abs(p / m - 1) for p, m in known):.0%}"
+    quantity, _, unit = planned.partition("_")
+    bounds = [tuple(finite(row.get(key)) for key in (f"{quantity}_low_{unit}", measured, f"{quantity}_high_{unit}")) for row in rows]
+    inside = [low <= m <= high for low, m, high in bounds if low is not None and m is not None and high]
+    return said + (f"; {statistics.mean(inside):.0%} of the steps were inside the 90 % interval." if inside else ".")
 
 
 def frontier(rows: Sequence[Row]) -> Chart | None:

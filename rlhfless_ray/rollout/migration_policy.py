@@ -42,13 +42,21 @@ class MigrationPolicy(Plugin):
     It decides one thing at a time: never while a request is between two engines.
     """
 
-    def __init__(self, rule: str, tau: float, carries: bool = False, safely: Callable[..., Any] = lambda what, make, _: make()) -> None:
+    def __init__(
+        self,
+        rule: str,
+        tau: float,
+        carries: bool = False,
+        safely: Callable[..., Any] = lambda what, make, _: make(),
+        are_taken: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Configure the policy.
 
         Args:
             rule: "tau", the rule of the RLHFless paper (arXiv 2602.22718) with share `tau`, "auto", the planner's, or "off".
             carries: whether engines can copy KV pages.
             safely: see `Autoscaler.safely`; the default lets exceptions pass.
+            are_taken: whether this step makes the moves that the planner wants, see `StepPredictor.takes`.
         """
         self.rule, self.tau = rule, tau
         self.prefill = Term(0.05, 2e-5)  # seconds of a move by context tokens
@@ -57,6 +65,7 @@ class MigrationPolicy(Plugin):
         self.lengths = np.zeros((0, 1))
         self.group, self.group_correlation = np.zeros(0, int), 0.0
         self.speed, self.cost_weight, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
+        self.are_taken = are_taken
         self.safely, self.has_failed = safely, False  # after a failure a rollout continues without moves
         self.start_s, self.decide_at_s = math.inf, 0.0
 
@@ -89,6 +98,8 @@ class MigrationPolicy(Plugin):
             return
         if decided.time_saved_s <= 0 and rollout.decide_lease().action != "Release":
             return  # the move only saves leases, and these would be held for the next phase
+        if self.rule == "auto" and not self.are_taken():
+            return  # this step goes without, to be compared
         rollout.result.decisions.append(f"{sum(len(move.requests) for move in decided.moves)} moved: {decided.reason}")
         for move in decided.moves:
             rollout.migrations.start(move)

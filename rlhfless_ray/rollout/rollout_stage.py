@@ -78,7 +78,9 @@ class RolloutStage:
         rollout = context.recipe.rollout
         self.drafts = SharedDrafts(drafter) if rollout.speculation != "off" else None
         rule = "off" if context.recipe.agent.path else rollout.migrate  # the remaining length of an episode cannot be forecast
-        self.migration = MigrationPolicy(rule, rollout.migrate_tau, carries, context.autoscaler.safely)
+        self.migration = MigrationPolicy(
+            rule, rollout.migrate_tau, carries, context.autoscaler.safely, partial(context.autoscaler.takes, "moves")
+        )
         self.of_all: list[Plugin] = [self.drafts] if self.drafts is not None else []  # plugins of every rollout
         self.of_steps: list[Plugin] = [kept] if kept is not None else []
         self.cuts = kept.cuts if kept is not None else cut_without_pages

@@ -246,6 +246,50 @@ def test_evaluation_is_no_part_of_a_steps_time() -> None:
     assert auto.step_s == pytest.approx(2.0)
 
 
+def finished(plan: RolloutPlan, rollout: float, step: float, cost: float = 1.0, eval_s: float = 0.0) -> dict[str, float]:
+    """Return the metrics of a step that took so many times what was planned."""
+    took = {"phase/rollout_s": rollout * plan.rollout.by_model, "cost/rollout_slot_s": cost * plan.cost.by_model}
+    return {**took, "step_s": step * plan.step.by_model, "phase/eval_s": eval_s}
+
+
+def test_predictions_are_corrected_by_what_they_missed_and_survive_a_resume() -> None:
+    auto, asked = trained(Autoscaler(recipe(), Speed(0.001, 0.0001))), prompts()
+    scenarios = auto.forecast(asked, 7)
+    first = auto.plan(scenarios, asked, 4, step=7, warm=4)
+    assert first.rollout.corrected == first.rollout.by_model, "nothing was missed yet"
+    for turn in range(20):
+        plan, noise = auto.plan(scenarios, asked, 4, step=7, warm=4), 0.05 * (-1) ** turn
+        auto.observe_plan(plan, finished(plan, 1.3 + noise, 1.2 + noise))
+        auto.observe_plan(plan, finished(plan, 9.0, 9.0, eval_s=1.0))  # an evaluation is in no plan
+    plan = auto.plan(scenarios, asked, 4, step=7, warm=4)
+    assert plan.rollout.by_model == pytest.approx(first.rollout.by_model)
+    assert plan.predicted_s == pytest.approx(1.3 * first.predicted_s, rel=0.03) and plan.predicted_s == plan.decision.time_s
+    assert plan.step.corrected == pytest.approx(1.2 * plan.step.by_model, rel=0.03)
+    assert plan.rollout.low < plan.predicted_s < plan.rollout.high
+    assert plan.decision.actors == first.decision.actors, "one factor for all plans changes no order among them"
+    other = Autoscaler(recipe(), Speed(0.001, 0.0001))
+    other.restore(json.loads(json.dumps(auto.state())))
+    again = other.plan(scenarios, asked, 4, step=7, warm=4)
+    assert again.step.by_model > 0 and other.terms.rollout.factor(1.0) == auto.terms.rollout.factor(1.0)
+
+
+@pytest.mark.parametrize("worth", [0.8, 1.2])
+def test_what_is_on_trial_is_taken_only_if_steps_with_it_are_cheaper(worth: float) -> None:
+    auto, asked = trained(Autoscaler(recipe(), Speed(0.001, 0.0001))), prompts()
+    scenarios, taken = auto.forecast(asked, 7), []
+    for _ in range(60):
+        plan = auto.plan(scenarios, asked, 4, step=7, warm=4)
+        taken.append(auto.takes("moves"))
+        assert auto.takes("moves") == taken[-1], "one answer a step"
+        factor = worth if taken[-1] else 1.0
+        auto.observe_plan(plan, finished(plan, factor, factor, factor))
+    assert np.mean(taken[20:]) > 0.8 if worth < 1 else np.mean(taken[20:]) < 0.2
+    ahead = Autoscaler(
+        recipe(rollout={"ahead": True, "max_lag_steps": 1, "partial": "continue"}, algorithm={"importance_cap": 2.0}), Speed(0.001, 0.0001)
+    )
+    assert ahead.takes("moves") and ahead.takes("early_gradients"), "steps that overlap are not compared"
+
+
 def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_learner():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}, learner={"max_slots_per_rank": 4}), SPEED))
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from placement.speed.correction import Correction
+from placement.measurements.correction import Correction
 
 
 def drawn(correction: Correction, count: int, seed: int, factor: float = 1.25, spread: float = 0.15, slope: float = 0.0) -> None:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
+from placement.measurements.registry import Measurements
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed, SpeedFit
-from placement.speed.measurements import Measurements
 from placement.speed.robust_fit import nonnegative
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from placement.scaling.trial import FEW, Trial
+from placement.measurements.trial import FEW, Trial
 
 
 def play(trial: Trial, saving: float, rollouts: int, noise: float, seed: int) -> float:

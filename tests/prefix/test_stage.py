@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placement.measurements.registry import Measurements
 from placement.scaling.prefix_benefit import PrefixSpeed
 from placement.speed.cost_terms import Term
-from placement.speed.measurements import Measurements
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance, start_actor

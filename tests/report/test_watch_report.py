@@ -128,7 +128,7 @@ def test_an_evaluation_is_no_part_of_the_planned_rollout() -> None:
     rows.append({"step": 3, **planned, "cost/rollout_slot_s": 3.0, "phase/eval_s": 2.0})
     (cost,) = [chart for chart in plan_charts.plans(rows) if chart.id == "plan-cost"]
     found = plan_charts.frontier(rows)
-    assert [trace["x"] for trace in cost.data] == [[1, 2], [1, 2]] and "error is 0%" in cost.note
+    assert [trace["x"] for trace in cost.data] == [[1, 2], [1, 2]] and "error of 0%" in cost.note
     assert found is not None and found.title == "The frontier of step 2"
     only = plan_charts.frontier(rows[2:])
     assert only is not None and only.title == "The frontier of step 3"
@@ -379,7 +379,7 @@ def test_notes_count_the_steps_of_long_runs() -> None:
     lengths = next(chart for chart in learning_charts(RunRecord(Path("run"), metrics=rows)) if chart.id == "lengths")
     (plan,), even = plan_charts.plans(rows), prefix_charts.break_even(rows)
     assert "the mean of about 42 steps" in lengths.note
-    assert "median error is 50%" in plan.note
+    assert "median error of 50%" in plan.note
     assert even is not None and "In 5000 of 5000 steps" in even.note
     stage = [{"step": i, "learn/loss": 1.0, "eval/loss": 1.0 if i % 100 == 0 else None} for i in range(5001)]
     (loss,) = charts.line_charts("stage", stage)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from placement.measurements.registry import Measurements
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.learn.batch import Batch
@@ -137,7 +138,8 @@ def parts(
     predict = SimpleNamespace(predict=lambda slots, tokens: 0.01 * tokens)
     leases: Any = SimpleNamespace(resource=resource, release=lambda leases: None, without_lost=lambda leases: leases)
     broker = SlotBroker(leases)
-    context: Any = SimpleNamespace(recipe=Recipe.parse(tree), autoscaler=SimpleNamespace(learner=predict), broker=broker, leases=leases)
+    autoscaler = SimpleNamespace(learner=predict, terms=Measurements(), takes=lambda measure: True)
+    context: Any = SimpleNamespace(recipe=Recipe.parse(tree), autoscaler=autoscaler, broker=broker, leases=leases)
     scoring, worker_group = Scoring(), Gang()
     learning = LearnStage(context, worker_group, critic, reference)  # type: ignore[arg-type]
     return early_work(scoring, learning, groups=3), scoring, worker_group, learning  # type: ignore[arg-type]
@@ -369,6 +371,25 @@ def test_a_short_sample_before_a_long_one_waits_for_nothing() -> None:
     reference.done = True
     tail.poll(1.0)
     assert reference.passes[:2] == [("reference", [0, 0]), ("reference", [1])], "two that fit together, then the short one by itself"
+
+
+def test_gradients_are_taken_if_they_pay_within_the_tail_and_the_step_takes_them() -> None:
+    """A token takes 0.01 s after 0.1 s for the beginning, as was measured."""
+    tail, _, _, learning = parts(micro_batch_tokens=10_000)
+    gradients = learning.context.autoscaler.terms.gradients
+    gradients.observe([10.0, 100.0, 200.0, 400.0] * 8, [0.2, 1.1, 2.1, 4.1] * 8)
+    groups = [ended(tail, range(first, first + 2)) for first in (0, 2, 4)]
+    tokens = sum(one.total_tokens for one in groups[0])
+    one_group_s, all_s = 0.1 + 0.01 * tokens, 0.1 + 0.03 * tokens
+    assert learning.choose_samples(groups, 0.9 * one_group_s) == []
+    big = all_s + 0.05
+    assert len(learning.choose_samples(groups, big)) == (6 if 0.03 * tokens >= 0.1 else 0)
+    gradients.observe([10.0, 100.0, 200.0, 400.0] * 16, [5.1, 6.0, 7.0, 9.0] * 16)
+    assert learning.choose_samples(groups, 100.0) == [], "beginning takes longer than the work"
+    gradients.observe([10.0, 100.0, 200.0, 400.0] * 16, [0.001, 0.01, 0.02, 0.04] * 16)
+    assert len(learning.choose_samples(groups, 100.0)) == 6
+    learning.context.autoscaler.takes = lambda measure: False  # type: ignore[method-assign]
+    assert learning.choose_samples(groups, 100.0) == [], "the step goes without, to be compared"
 
 
 def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> None:

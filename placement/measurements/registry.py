@@ -1,15 +1,16 @@
-"""The registry of what a run measures besides decoding: fitted times by name, and how far predictions made of them were off."""
+"""The registry of what a run measures besides decoding: fitted times, how far predictions made of them were off, and what is on trial."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from placement.speed.correction import Accuracy, Correction
+from placement.measurements.correction import Accuracy, Correction
+from placement.measurements.trial import Trial
 from placement.speed.cost_terms import Term
 
 
 class Measurements:
-    """Fitted times by name, and corrections of the predictions that are made of them and of the speed of decoding.
+    """Fitted times by name, corrections of the predictions that are made of them and of the speed of decoding, and trials of measures.
 
     The seeds are of the right order of magnitude only. A vLLM engine process on CPU takes 15 s to start, and a parked one a tenth of a
     second.
@@ -22,6 +23,7 @@ class Measurements:
         self.transfer_away = Term(0.03, 2e-9)  # weights per byte, to another node
         self.prefill = Term(0.005, 1e-5)  # per token
         self.passes = Term(0.1, 1e-5)  # per token: passes before the learner's update
+        self.gradients = Term(0.1, 1e-5)  # per token: of complete groups, beside the rollout, on one slot of each rank
         self.score = Term(0.01, 1e-4)  # per sequence
         self.pause = Term(0.1)  # of a rollout that takes new weights, besides loading and prefill
         self.around = Term(0.03)  # of a rollout besides decoding: weights, calls, results
@@ -29,6 +31,8 @@ class Measurements:
         self.rollout = Correction()  # seconds of a rollout
         self.cost = Correction()  # slot-seconds of its leases
         self.step = Correction()  # seconds of a step
+        self.moves = Trial()  # of sequences between engines, to save time
+        self.early_gradients = Trial()
 
     @property
     def corrections(self) -> dict[str, Correction]:
