@@ -184,7 +184,7 @@ def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nod
     ]
 
     def traffic_of(*receivers: str) -> tuple[float, float]:
-        version = group.publish(1)
+        version = group.weights.publish(1)
         loaded = [ray.remote(load).options(**on[node]).remote(*version.shards_for(node)) for node in receivers]
         assert ray.get(loaded, timeout=60) == [version.checksum] * len(receivers)
         traffic = WeightTraffic()
@@ -192,7 +192,7 @@ def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nod
         found = traffic.metrics(version, {instance.slot.node for instance in group.by_rank})
         return found["weights/pulled_mb"], found["weights/least_mb"]
 
-    group.holds_all = True
+    group.weights.holds_all = True
     assert traffic_of(here, there) == (0.0, 0.0)
     del group.by_rank[1:]
     pulled, least = traffic_of(here, there)

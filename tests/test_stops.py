@@ -157,7 +157,8 @@ class Ended:
             engines=SimpleNamespace(width=1),
         )
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)
-        self.worker_group = SimpleNamespace(save=self.save, ask_save=lambda *_: [], skipped_in_a_row=0, pool=pool, ranks=1)
+        storage = SimpleNamespace(save=self.save, ask_save=lambda *_: [])
+        self.worker_group = SimpleNamespace(storage=storage, skipped_in_a_row=0, pool=pool, ranks=1)
         self.worker_group.by_rank = [SimpleNamespace(leases=[None])]
         self.worker_group.recovery, self.worker_group.forget, self.worker_group.start_snapshot = Recovery(1), lambda: None, lambda: None
         run.record = SimpleNamespace(

@@ -56,7 +56,7 @@ class ColocatedGroups:
     @property
     def complete_nodes(self) -> set[str]:
         """Nodes where a learner rank holds all weights as they are published, see `TrainerRank.holds_all`."""
-        return {instance.slot.node for instance in self.learner.by_rank} if self.learner.holds_all else set()
+        return {instance.slot.node for instance in self.learner.by_rank} if self.learner.weights.holds_all else set()
 
     @property
     def learner_slots(self) -> int:
@@ -65,8 +65,8 @@ class ColocatedGroups:
     # ---- models and state -------------------------------------------------------------------------------------
 
     def wait_for_copy(self, weights: WeightVersion) -> WeightVersion:
-        """Return the version once engines cannot lose it, see `WorkerGroup.wait_for_copy`. Call between phases: it may need leases."""
-        safe = self.learner.wait_for_copy(weights)
+        """Return the version once engines cannot lose it, see `GroupWeights.wait_for_copy`. Call between phases: it may need leases."""
+        safe = self.learner.weights.wait_for_copy(weights)
         if self.learner.working:
             self.context.broker.put(self.learner.park())
         return safe
@@ -98,10 +98,10 @@ class ColocatedGroups:
     def save(self, folder: Path, deadline_s: float | None = None) -> dict[str, str]:
         """Write the state of learner and critic to a folder, and return the files' checksums. The critic's files have a prefix."""
         prefixes = [(group, OF_CRITIC if group is self.critic else "") for group in self.learners]
-        pending = [(group, prefix, group.ask_save(folder, prefix)) for group, prefix in prefixes]
+        pending = [(group, prefix, group.storage.ask_save(folder, prefix)) for group, prefix in prefixes]
         sums: dict[str, str] = {}
         for group, prefix, refs in pending:
-            sums |= group.save(folder, deadline_s, prefix, refs)
+            sums |= group.storage.save(folder, deadline_s, prefix, refs)
         return sums
 
     @property
@@ -140,7 +140,7 @@ class ColocatedGroups:
 
     def _merged(self, worker_group: WorkerGroup, folder: Path) -> dict[str, str]:
         self.turn(worker_group)
-        sums = worker_group.save_model(folder)
+        sums = worker_group.storage.save_model(folder)
         self.context.broker.put(worker_group.park())
         return sums
 

@@ -334,7 +334,7 @@ class LearnStage:
 
     def publish(self, version: int) -> WeightVersion:
         with self.context.phases.phase("publish"):
-            return self.worker_group.publish(version)
+            return self.worker_group.weights.publish(version)
 
 
 def _spread(values: np.ndarray, chosen: np.ndarray | slice, tokens: int) -> np.ndarray:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,21 +16,19 @@ from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureCause
-from rlhfless_ray.functions.instance import GONE, Instance, State, is_loss, reason_of
+from rlhfless_ray.functions.instance import Instance, State, reason_of
 from rlhfless_ray.functions.lease import Lease, Slot
-from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
+from rlhfless_ray.learn.group_files import GroupFiles
+from rlhfless_ray.learn.group_weights import GroupWeights
 from rlhfless_ray.learn.rank_replies import wait_for_ranks
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.learn.shares import Cutter, joined
 from rlhfless_ray.recipe import LearnerConfig, Recipe
-from rlhfless_ray.types import WeightVersion
-from rlhfless_ray.weights.checksum import combined, listed
-from rlhfless_ray.weights.model_folder import missing_index, read_content
-from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, StoredFiles, divide_folder, is_divided, receive
-from rlhfless_ray.weights.tensor_file import Files, read_header_bytes, write_file
+from rlhfless_ray.weights.remote_folder import StoredFiles
+from rlhfless_ray.weights.tensor_file import Files
 
 SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
 
@@ -77,17 +73,13 @@ class WorkerGroup:
         self.by_rank: list[Instance] = []
         self.recovery = Recovery(1) if recovery is None else recovery
         self.files: StoredFiles | None = None  # of the model, once the ranks have loaded it
-        self.shares_base = shares_base
-        self.base: Any = None  # if shared, a reference to the model's files, or to the arguments of `map_files`
         self.loopback = False
         self.notes: list[str] = []  # for the user, about the ranks' processors
         self.cutter = Cutter()  # replaced by the ranks' own once they have loaded the model
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.update_s = 0.0  # seconds of the slowest rank's work in the last update
-        self.requested_weights: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the last update
-        self.holds_all = False  # each rank holds the whole model
-        self.reads_published = False  # the ranks read weights from shared memory between updates, see `TrainerRank.read_published`
-        self.reading_published: list[Any] = []  # references of the pending `read_published` calls
+        self.weights = GroupWeights(self, shares_base)
+        self.storage = GroupFiles(self)
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:
         """Assign leases to the ranks, see `GangScheduler.take`, and restore lost ranks. Returns the leases that are left."""
@@ -109,7 +101,7 @@ class WorkerGroup:
             else:
                 return spare
 
-    def _assign_free_leases(self) -> None:
+    def assign_free_leases(self) -> None:
         """After a loss: assign the run's free leases to the ranks, and put back the rest."""
         self.broker.put(self.assign_leases(self._living_leases([])))
 
@@ -133,13 +125,13 @@ class WorkerGroup:
                 self._restore()
         elif self.pool.leases.resource == "gpu":
             refs = [instance.actor.unpark.remote() for instance in self.by_rank]
-            self._record_spans(self._wait_for(refs, f"the {self.name}'s return to its device"))
+            self.record_spans(self.wait_for(refs, f"the {self.name}'s return to its device"))
         for instance in self.by_rank:
             instance.state = State.READY
 
     def _wait_until_open(self) -> None:
         for instance in self.by_rank:
-            reply = self._wait_for([instance.opened], f"the {self.name}'s start")[0]
+            reply = self.wait_for([instance.opened], f"the {self.name}'s start")[0]
             instance.memory_mb = reply["memory_mb"]
             self._record_spans_of(instance, reply["spans"])
 
@@ -194,7 +186,8 @@ class WorkerGroup:
     def _end_ranks(self) -> None:
         for instance in self.by_rank:
             self.pool.end(instance)
-        self.by_rank, self.requested_weights, self.reading_published = [], [], []
+        self.by_rank = []
+        self.weights.forget_calls()
 
     def _restore(self) -> None:
         """Give new processes the newest snapshot, and the batches that the lost ones got since."""
@@ -203,29 +196,29 @@ class WorkerGroup:
             self.pool.end(instance)
         self._load_model(self.recovery.newest())
         for what, batch in self.recovery.since:
-            replies = self._wait_for(self.ask(what, batch), f"the {self.name}'s lost work")
-            self._record_spans(reply[1] if what == "update" else reply for reply in replies)
+            replies = self.wait_for(self.ask(what, batch), f"the {self.name}'s lost work")
+            self.record_spans(reply[1] if what == "update" else reply for reply in replies)
             if what == "update":
                 self._count(replies[0][0])
                 self.recovery.redone += 1
         self.recovery.seconds += time.monotonic() - began_s
 
-    def _call_until_answered(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
+    def call(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
         """Return the ranks' replies. If a rank is lost, restart all ranks and repeat the calls."""
         return self._start_call(ask, what).result()
 
     def _start_call(self, ask: Callable[[], list[Any]], what: str) -> Pending[list[Any]]:
-        """Start the calls. `result` waits for the replies like `_call_until_answered`."""
+        """Start the calls. `result` waits for the replies like `call`."""
         refs = ask()
         pending = [refs]
 
         def result() -> list[Any]:
             while True:
                 try:
-                    return self._wait_for(pending.pop() if pending else ask(), what)
+                    return self.wait_for(pending.pop() if pending else ask(), what)
                 except LearnerLost as lost:
                     self.handle_loss(lost)
-                    self._assign_free_leases()
+                    self.assign_free_leases()
 
         return Pending(result, lambda: not self.pending(refs), lambda: self.have_failed(refs))
 
@@ -248,44 +241,25 @@ class WorkerGroup:
             self._load_model(state)
         except LearnerLost as lost:
             self.handle_loss(lost)
-            self._assign_free_leases()
+            self.assign_free_leases()
 
     def _load_model(self, state: Snapshot) -> None:
         assert self.files is not None
-        place = self._wait_for([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
+        place = self.wait_for([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
         # ranks of ZeRO 3 need a part of every tensor; engines read the base of adapters, which is whole
-        divides = self.zero_stage == 3 and self.name != "reference" and not self.shares_base
-        files: Any = self._folder(self.files)
-        files = files or (ray.put(divide_folder(self.files.files, self.ranks)) if divides else self._stored(self.files))
-        source = state if not isinstance(state, StoredFiles) else self._folder(state) or self._stored(state, divides=True)
-        if self.shares_base and self.base is None:
-            if isinstance(files, list):
-                self.base = files[0].files  # one copy on a node with ranks and engines
-            else:  # on one machine engines map the files too: reading them here would make the driver hold the whole model
-                self.base = ray.put(files if self.loopback else self.files.files)
+        divides = self.zero_stage == 3 and self.name != "reference" and not self.weights.shares_base
+        files, source = self.storage.sources(self.files, state, divides=divides)
+        self.weights.share_base(self.files, files)
         refs = [i.actor.build.remote(files, place, self._threads(i), source) for i in self.by_rank]
-        opened = self._wait_for(refs, f"the {self.name} to load its model")
-        self._record_spans(one["spans"] for one in opened)
+        opened = self.wait_for(refs, f"the {self.name} to load its model")
+        self.record_spans(one["spans"] for one in opened)
         self.cutter = opened[0]["cutter"]
-        self.reads_published, self.holds_all = (opened[0].get(name, False) for name in ("reads_published", "holds_all"))
+        self.weights.opened(opened[0])
         if self.cutter.sharing is not None and (obstacle := self.cutter.sharing.obstacle):
             self.recovery.say(f"the {self.name} computes a copy of the prompt for each response: {obstacle}")
         for instance, one in zip(self.by_rank, opened, strict=True):
             instance.memory_mb = one["memory_mb"]
         self.notes = [one["note"] for one in opened if one.get("note")]
-
-    def _folder(self, files: StoredFiles) -> tuple[str, dict[str, int], str] | None:
-        """Return arguments of `map_files` if all ranks see the folder, so that no copy of it is in memory."""
-        if files.folder is None:
-            return None
-        where = str(files.folder.resolve()), files.sizes
-        replies = self._wait_for([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {files.folder}")
-        return (*where, files.prefix) if all(replies) else None
-
-    def _stored(self, files: StoredFiles, *, divides: bool = False) -> list[FilesInStore]:
-        """Put files into the object store. `divides`: of a checkpoint, from which each rank fetches those that it reads."""
-        parts = {name: (read_header_bytes(x), ray.put({name: x})) for name, x in files.files.items() if divides and is_divided(name, x)}
-        return [FilesInStore(ray.put({name: content for name, content in files.files.items() if name not in parts}), parts)]
 
     def update(self, batch: Batch) -> Any:
         """Make one update on every rank. Returns UpdateStats or CriticStats, which are the same on all ranks.
@@ -299,7 +273,7 @@ class WorkerGroup:
 
         def ask() -> list[Any]:
             refs = self.ask("update", batch)
-            self.requested_weights = self._weights() if publishes else []
+            self.weights.request(publishes)
             return refs
 
         begun = self._start_call(ask, f"the {self.name}'s update")
@@ -307,10 +281,8 @@ class WorkerGroup:
 
     def _updated(self, batch: Batch, replies: list[Any]) -> Any:
         self.recovery.record("update", batch)
-        if self.reading_published:  # it ended before the update began
-            self._wait_for(self.reading_published, f"the {self.name} to read its published weights")
-            self.reading_published = []
-        self._record_spans(spans for _, spans in replies)
+        self.weights.wait_until_read()  # it ended before the update began
+        self.record_spans(spans for _, spans in replies)
         self.update_s = max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
         stats = replies[0][0]
         self._count(stats)
@@ -326,39 +298,9 @@ class WorkerGroup:
     def _count(self, stats: Any) -> None:
         self.cutter = replace(self.cutter, optimizer_steps=self.cutter.optimizer_steps + stats.applied)
 
-    def model(self) -> list[Any]:
-        """Return references to each rank's files of the weights as a model folder has them, adapters merged. Needs leases."""
-        files: list[Any] = []
-
-        def ask() -> list[Any]:
-            refs = [i.actor.model.options(num_returns=2).remote() for i in self.by_rank]
-            files[:] = [of_rank for of_rank, _ in refs]
-            return [spans for _, spans in refs]
-
-        self._record_spans(self._call_until_answered(ask, f"the {self.name}'s weights"))
-        return files
-
-    def save_model(self, folder: Path, *, trained: bool = False) -> dict[str, str]:
-        """Write the files of the weights to a folder, and return their checksums.
-
-        `trained`: write only what is trained, see `TrainerRank.model_files`; this needs no lease. Otherwise the complete weights are
-        written, adapters merged, which needs leases. Raises OSError if the disk is full.
-        """
-        working = self.working
-        if not self.by_rank:
-            self._assign_free_leases()
-        ask = lambda: [i.actor.save_model.remote(str(folder.resolve()), trained) for i in self.by_rank]  # noqa: E731
-        replies = self._call_until_answered(ask, f"the {self.name}'s model files")
-        self._record_spans(spans for _, spans in replies)
-        if self.working and not working:  # ranks that were lost have started again under leases
-            self.broker.put(self.park())
-        sums = receive([delivery for delivery, _ in replies], folder)
-        index = missing_index({name: read_content(folder / name) for name in sums})
-        return sums | {name: write_file(folder / name, content) for name, content in index.items()}
-
     def config(self) -> bytes:
         """Return config.json of a critic's model."""
-        return self._call_until_answered(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
+        return self.call(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
 
     def compute(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
         """Compute values per response token under the current weights, by name.
@@ -366,8 +308,8 @@ class WorkerGroup:
         `what`: `logprobs` of a learner (`more`: the names, see `overlap_rules.passes`), `reference` of a reference, or `values` of a
         critic.
         """
-        replies = self._call_until_answered(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
-        self._record_spans(spans for *_, spans in replies)
+        replies = self.call(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
+        self.record_spans(spans for *_, spans in replies)
         return self._joined(replies)
 
     def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
@@ -403,7 +345,7 @@ class WorkerGroup:
         if self.pending(refs):
             return False
         try:
-            self._wait_for(refs, f"the {self.name}'s finished calls")
+            self.wait_for(refs, f"the {self.name}'s finished calls")
         except (RunError, UserError):
             return True
         return False
@@ -415,107 +357,23 @@ class WorkerGroup:
         """
         if not (replies := self._replies_or_lost(refs, "gradients")):
             return None
-        self._record_spans(replies)
+        self.record_spans(replies)
         return max(sum(span.to_s - span.from_s for span in spans) for spans in replies)
 
     def wait_for_values(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
         """Wait for replies to `ask`. Returns them with the slowest rank's seconds, or None if a rank was lost: then call `ask` again."""
         if not (replies := self._replies_or_lost(refs, what)):
             return None
-        self._record_spans(spans for *_, spans in replies)
+        self.record_spans(spans for *_, spans in replies)
         return self._joined(replies), max(sum(span.to_s - span.from_s for span in spans) for *_, spans in replies)
 
     def _replies_or_lost(self, refs: list[Any], what: str) -> list[Any]:
         """Return the replies, or an empty list if a rank was lost."""
         try:
-            return self._wait_for(refs, f"the {self.name}'s {what}")
+            return self.wait_for(refs, f"the {self.name}'s {what}")
         except LearnerLost as lost:
             self.handle_loss(lost)
             return []
-
-    def publish(self, version: int) -> WeightVersion:
-        """Publish the current weights as a version that engines can pull.
-
-        Each rank's shard stays in the object store of its node. Where each rank holds the whole model, the ranks of every node publish all
-        of it, so that no node pulls what one of its ranks holds. If no rank is on the driver's node, copies of the shards are made there in
-        the background, or else of those on other nodes.
-        """
-        shards: list[Any] = []
-
-        def ask() -> list[Any]:
-            refs, self.requested_weights = self.requested_weights or self._weights(), []
-            shards[:] = [shard for shard, _ in refs]
-            return [digests for _, digests in refs]
-
-        replies = self._call_until_answered(ask, "the learner to publish weights")
-        self._record_spans(spans for _, spans in replies)
-        told = [digests for digests, _ in replies]  # a digest of each piece; of a replayed learner one number, whose first rank has all
-        total, digests, full = told[0], None, [0]
-        if isinstance(total, dict):
-            digest_of = {name: digest for of_rank in told for name, digest in of_rank.items()}
-            differing = {name for of_rank in told for name, digest in of_rank.items() if digest_of[name] != digest}
-            if differing:
-                # DDP's drift: at ZeRO 1 and 2 each weight is computed by one rank, which sends it to the others
-                why = "" if self.zero_stage else " At learner.zero_stage 0 each computes all of them, and unlike devices round differently."
-                cure = "continue with --resume" if self.zero_stage else "set learner.zero_stage=1 and continue with --resume"
-                raise RunError(f"ranks of the learner hold different weights: {listed(sorted(differing))}.{why} To go on, {cure}")
-            total, digests, full = combined(digest_of), ray.put(digest_of), [rank for rank, of_rank in enumerate(told) if of_rank]
-        held = [(shards[rank], self.by_rank[rank].slot.node) for rank in full]
-        by_node = {node: tuple(shard for shard, where in held if where == node) for _, node in held}
-        if self.reads_published:
-            self.reading_published = [i.actor.read_published.remote(*by_node.get(i.slot.node, ())) for i in self.by_rank]
-        others: dict[str, tuple[Any, ...]] = {}
-        if self.holds_all:
-            here = ray.get_runtime_context().get_node_id()
-            first = here if here in by_node else held[0][1]
-            others = {node: of_node for node, of_node in by_node.items() if node != first}
-            held = [(shard, first) for shard in by_node[first]]
-        copied = [copy_to_driver_node(shard, node) for shard, node in held]
-        nodes = tuple(node if there else "" for (_, node), (_, there) in zip(held, copied, strict=True))
-        copies = tuple(copy for copy, _ in copied) if any(nodes) else ()
-        return WeightVersion(version, tuple(shard for shard, _ in held), total, nodes, copies, digests, self.base, others)
-
-    def _weights(self) -> list[list[Any]]:
-        return [i.actor.weights.options(num_returns=2).remote(*self._share(i)) for i in self.by_rank]
-
-    def _share(self, instance: Instance) -> tuple[int, ...]:
-        """Return the rank's share of a published version, see `TrainerRank.weights`."""
-        if not self.holds_all:
-            return ()
-        on_node = [other for other in self.by_rank if other.slot.node == instance.slot.node]
-        return on_node.index(instance), len(on_node)
-
-    def wait_for_copy(self, weights: WeightVersion) -> WeightVersion:
-        """Return the version once its copy is on the driver's node, so that engines can load it even if its node is lost.
-
-        If the node is lost already, the copy takes the place of the original. If it was lost before the copy was complete, the
-        weights are published again, which may need leases. Raises RunError if they differ from the first ones.
-        """
-        while weights.copies:
-            try:
-                get(list(weights.copies), self.deadline_s, "the driver's copy of the weights")
-            except (ray.exceptions.RayTaskError, *GONE) as error:
-                if not is_loss(error):  # the next copy would fail too
-                    raise RunError(
-                        f"weight version {weights.version} could not be copied to the driver's node: {reason_of(error)}"
-                    ) from error
-                if not self._lost(weights):
-                    self.pool.faults.count("the process that copies weights", FailureCause.DIED, reason_of(error))
-                self.recovery.say(f"weight version {weights.version} was lost before it was copied: the {self.name} publishes it again")
-                again = self.publish(weights.version)
-                if again.checksum != weights.checksum:
-                    raise RunError(f"the {self.name} published other weights as version {weights.version} the second time") from None
-                weights = again
-            else:
-                if not self._lost(weights):
-                    return weights
-                self.recovery.say(f"weight version {weights.version} was lost with its node: engines load the copy")
-                weights = replace(weights, shards=weights.copies, nodes=(), copies=(), others={})
-        return weights
-
-    def _lost(self, weights: WeightVersion) -> bool:
-        """Return whether a node that holds shards of this version is lost."""
-        return any(self.pool.leases.nodes.confirm_lost(node) for node in dict.fromkeys(weights.nodes) if node)
 
     def start_snapshot(self) -> None:
         """Start a snapshot of the current state if one is due. Does not wait, and needs no lease."""
@@ -523,41 +381,10 @@ class WorkerGroup:
             replies = [i.actor.keep.options(num_returns=3).remote() for i in self.by_rank]
             self.recovery.take(replies, homes_of(self.by_rank))
 
-    def ask_save(self, folder: Path, prefix: str = "") -> list[Any]:
-        """Return references for `save`, or an empty list if there is a snapshot of the current state already."""
-        return [] if self.recovery.has_now else self._start_save(folder, prefix)
-
-    def _start_save(self, folder: Path, prefix: str) -> list[Any]:
-        return [i.actor.save.remote(str(folder.resolve()), prefix) for i in self.by_rank]
-
-    def save(self, folder: Path, deadline_s: float | None = None, prefix: str = "", asked: list[Any] | None = None) -> dict[str, str]:
-        """Write model, optimizer and random state to a folder as files, and return their checksums.
-
-        Every rank writes its own files. Works without leases, because the state is in host memory. Raises OSError if the disk is full.
-        """
-        deadline_s = deadline_s or self.deadline_s
-        if (kept := self.recovery.current(deadline_s)) is not None:
-            with suppress(*GONE):  # its node was lost: the ranks still have the state
-                found = get([ref for one in kept for ref in one.references], deadline_s, f"the {self.name}'s snapshot")
-                return receive([Delivery(files={prefix + name: x for name, x in files.items()}) for files in found], folder)
-        working = self.working
-        while True:
-            try:
-                if not self.by_rank:
-                    self._assign_free_leases()
-                refs, asked = asked or self._start_save(folder, prefix), None
-                deliveries = self._wait_for(refs, f"the {self.name}'s checkpoint", deadline_s)
-            except LearnerLost as lost:
-                self.handle_loss(lost)
-            else:
-                if not working:
-                    self.broker.put(self.park())
-                return receive(deliveries, folder)
-
-    def _wait_for(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
+    def wait_for(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
         return wait_for_ranks(refs, deadline_s or self.deadline_s, what, self.name, self.ranks)
 
-    def _record_spans(self, spans: Iterable[list[Any]]) -> None:
+    def record_spans(self, spans: Iterable[list[Any]]) -> None:
         """Record the spans of every rank, in order of rank, in the ledger."""
         for instance, spans_of_rank in zip(self.by_rank, spans, strict=True):
             self._record_spans_of(instance, spans_of_rank)

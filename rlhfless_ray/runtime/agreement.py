@@ -134,7 +134,7 @@ class Agreement:
         if weights.base is not None:
             return "engines hold an adapter on its base, where tensors cannot be compared; set lora.publish=merged to find them"
         try:
-            model = self.worker_groups.learner.model()
+            model = self.worker_groups.learner.storage.model()
             compared = False
             for engine in [*self.engines.working, *self.engines.parked]:
                 if engine.version not in (None, weights.version) or not engine.memory_mb:

@@ -35,7 +35,7 @@ def trained_policy(recipe: Recipe, folder: RunFolder, files: Files, learner: Wor
     """
 
     def weights(target: Path) -> dict[str, str]:
-        sums = learner.save_model(target, trained=True)
+        sums = learner.storage.save_model(target, trained=True)
         if recipe.lora.rank:
             name = recipe.policy.path or str(folder.path / "reference")
             is_folder = Path(name).is_dir()  # else a name on the hub

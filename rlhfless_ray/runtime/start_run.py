@@ -50,7 +50,7 @@ def start_learner(run: RunParts, inputs: RunInputs, folder: RunFolder, checkpoin
             stages.learn.restore_files(checkpoint[1].files)
             stages.rollout.restore_files(checkpoint[1].files)
             run.records.end_if_prompts_are_used_up(run.state.steps_done)
-        session.weights = learner.publish(run.state.steps_done)
+        session.weights = learner.weights.publish(run.state.steps_done)
         context.broker.put(learner.park())
         critic, other = inputs.critic_files, inputs.reference
         of_critic = policy if critic is None else StoredFiles(Path(recipe.critic.path), critic)

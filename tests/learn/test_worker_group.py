@@ -105,7 +105,7 @@ def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1, exact: bool = Fals
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": {"ranks": len(slots), "max_slots_per_rank": threads}}
     pool = WorkerPool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, 1e9, on_device=True)
     worker_group = WorkerGroup(pool, len(slots), Recipe.parse(tree).learner, SlotBroker(cluster), exact=exact)
-    worker_group._wait_for = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
+    worker_group.wait_for = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
     for slot in slots:
         actor = SimpleNamespace(unpark=SimpleNamespace(remote=lambda: lambda: cluster.log.append("unpark") or []))
         worker_group.by_rank.append(Instance("learn", slot, actor, state=State.PARKED, opened="done"))
@@ -220,7 +220,7 @@ def test_a_users_mistake_that_a_rank_finds_stays_one(monkeypatch):
     monkeypatch.setattr("rlhfless_ray.learn.rank_replies.get", get)
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
     with pytest.raises(UserError) as caught:
-        WorkerGroup._wait_for(worker_group, [], "loading the policy", 1.0)
+        WorkerGroup.wait_for(worker_group, [], "loading the policy", 1.0)
     assert str(caught.value) == "lora.target_modules: the model has no such layers"
 
 
@@ -236,7 +236,7 @@ def test_a_port_that_is_taken_before_the_ranks_meet_there_makes_them_start_anew(
     with pytest.raises(
         LearnerLost, match=r"^loading the policy failed: another program has taken the rendezvous port of its processes$"
     ) as lost:
-        WorkerGroup._wait_for(worker_group, [], "loading the policy", 1.0)
+        WorkerGroup.wait_for(worker_group, [], "loading the policy", 1.0)
     assert lost.value.cause is FailureCause.DIED
 
 
@@ -267,7 +267,7 @@ def test_an_update_is_asked_at_once_and_again_when_a_rank_was_lost(monkeypatch):
             raise reply
         return reply
 
-    monkeypatch.setattr(worker_group, "_wait_for", all_of)
+    monkeypatch.setattr(worker_group, "wait_for", all_of)
     update = worker_group.start_update(None)  # type: ignore[arg-type]
     assert asked == ["update"] and len(replies) == 3, "nobody waits yet"
     monkeypatch.setattr(worker_group, "pending", lambda refs: refs)
@@ -286,7 +286,7 @@ def test_free_leases_of_a_lost_node_are_not_given_to_new_ranks(monkeypatch):
     worker_group = gang_on(cluster, Slot("here", 0))
     monkeypatch.setattr(cluster, "without_lost", lambda leases: [lease for lease in leases if lease.slot.node in cluster.free])
     worker_group.broker.put([cluster.lease("lost", 0), cluster.lease("here", 0), cluster.lease("here", 1)])
-    worker_group._assign_free_leases()
+    worker_group.assign_free_leases()
     assert nodes_of(worker_group) == [["here"]] and [lease.slot for lease in worker_group.broker.free] == [Slot("here", 1)]
 
 
@@ -299,18 +299,18 @@ def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path)
         assert ref == ["kept"]
         raise ObjectLostError("00", "", "")
 
-    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
+    monkeypatch.setattr("rlhfless_ray.learn.group_files.get", get)
     delivery = Delivery(files={"model.safetensors": b"w"})
     worker_group.by_rank[0].actor.save = SimpleNamespace(remote=lambda *_: lambda: delivery)
-    assert worker_group.recovery.has_now and worker_group.ask_save(tmp_path) == []
-    assert worker_group.save(tmp_path, 1.0).keys() == {"model.safetensors"}
+    assert worker_group.recovery.has_now and worker_group.storage.ask_save(tmp_path) == []
+    assert worker_group.storage.save(tmp_path, 1.0).keys() == {"model.safetensors"}
     assert (tmp_path / "model.safetensors").read_bytes() == b"w"
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_ranks_whose_weights_differ_end_the_run_with_the_setting_that_keeps_them_equal(stage: int) -> None:
     worker_group = gang_on(Cluster("cpu", {"here": [0], "there": [0]}), Slot("here", 0), Slot("there", 0))
-    worker_group.zero_stage, worker_group.holds_all = stage, True
+    worker_group.zero_stage, worker_group.weights.holds_all = stage, True
     for rank, instance in enumerate(worker_group.by_rank):
         reply = [None, lambda rank=rank: ({"embed": 7, "norm": rank}, [])]
         instance.actor.weights = SimpleNamespace(options=lambda num_returns, reply=reply: SimpleNamespace(remote=lambda *share: reply))
@@ -320,7 +320,7 @@ def test_ranks_whose_weights_differ_end_the_run_with_the_setting_that_keeps_them
         else "norm. At learner.zero_stage 0 .* round differently. To go on, set learner.zero_stage=1 and"
     )
     with pytest.raises(RunError, match=f"hold different weights: {cure} .*--resume"):
-        worker_group.publish(1)
+        worker_group.weights.publish(1)
 
 
 def test_the_driver_writes_the_index_of_what_several_ranks_wrote(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_the_driver_writes_the_index_of_what_several_ranks_wrote(tmp_path: Path)
     for rank, instance in enumerate(worker_group.by_rank):
         delivery = Delivery(files=split_files({f"layer.{rank}": torch.zeros(4)}, rank=rank, ranks=2))
         instance.actor.save_model = SimpleNamespace(remote=lambda *_, delivery=delivery: lambda: (delivery, []))
-    sums = worker_group.save_model(tmp_path)
+    sums = worker_group.storage.save_model(tmp_path)
     assert sorted(sums) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]
     assert dict(stored_weights(read_files(tmp_path))).keys() == {"layer.0", "layer.1"}
 
@@ -338,7 +338,7 @@ def test_the_files_of_the_model_stay_with_their_ranks() -> None:
     for rank, instance in enumerate(worker_group.by_rank):
         call = SimpleNamespace(remote=lambda rank=rank: (f"files of {rank}", lambda: []))
         instance.actor.model = SimpleNamespace(options=lambda num_returns, call=call: call)
-    assert worker_group.model() == ["files of 0", "files of 1"]
+    assert worker_group.storage.model() == ["files of 0", "files of 1"]
 
 
 def test_parked_ranks_that_are_lost_while_they_write_the_model_are_parked_again(monkeypatch, tmp_path):
@@ -359,7 +359,7 @@ def test_parked_ranks_that_are_lost_while_they_write_the_model_are_parked_again(
     actor.save_model = SimpleNamespace(remote=lambda *arguments: partial(save_model, *arguments))
     actor.park = SimpleNamespace(remote=lambda: "parked")
     monkeypatch.setattr(worker_group, "handle_loss", handle_loss)
-    assert worker_group.save_model(tmp_path, trained=True).keys() == {"model.safetensors"}
+    assert worker_group.storage.save_model(tmp_path, trained=True).keys() == {"model.safetensors"}
     assert worker_group.recovery.restarts == 1
     assert not worker_group.working and [lease.slot for lease in worker_group.broker.free] == [Slot("here", 0)]
 
@@ -402,13 +402,13 @@ def test_weights_that_cannot_be_copied_are_not_published_again_for_ever(monkeypa
     def get(ref, deadline_s, what):
         raise error
 
-    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
+    monkeypatch.setattr("rlhfless_ray.learn.group_weights.get", get)
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
     worker_group.pool.faults.limit = worker_group.pool.faults.remaining = 2
     weights, versions = WeightVersion(7, ("weights",), 1, ("a",), ("copy",)), list[int]()
-    monkeypatch.setattr(worker_group, "publish", lambda version: versions.append(version) or weights)
+    monkeypatch.setattr(worker_group.weights, "publish", lambda version: versions.append(version) or weights)
     with pytest.raises(RunError, match="could not be copied.* full" if error is RAISED else "max_replacements = 2 is used up"):
-        worker_group.wait_for_copy(weights)
+        worker_group.weights.wait_for_copy(weights)
     assert versions == [7] * published
 
 
@@ -417,16 +417,16 @@ def test_the_driver_reads_a_shared_base_only_for_other_machines(monkeypatch, tmp
     """And once for engines and ranks together."""
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     worker_group = gang_on(Cluster("cpu", {"here": []}), Slot("here", 0))
-    worker_group.shares_base = True
+    worker_group.weights.shares_base = True
     put: list[Any] = []
-    monkeypatch.setattr("rlhfless_ray.learn.worker_group.ray.put", lambda one: put.append(one) or "ref")
+    monkeypatch.setattr("rlhfless_ray.learn.group_files.ray.put", lambda one: put.append(one) or "ref")
     loaded = {"memory_mb": 700.0, "spans": [], "cutter": Cutter()}
     answers = {"sees": sees, "rendezvous": ("", 0), "build": loaded}
     calls = {name: SimpleNamespace(remote=lambda *given, answer=answer: lambda: answer) for name, answer in answers.items()}
     worker_group.by_rank[0].actor = SimpleNamespace(**calls)
     files = StoredFiles(tmp_path, read_files(tmp_path))
     worker_group.build(files, loopback, None)
-    assert put == [(str(tmp_path), {"model.safetensors": 7}, "") if loopback else files.files] and worker_group.base == "ref"
+    assert put == [(str(tmp_path), {"model.safetensors": 7}, "") if loopback else files.files] and worker_group.weights.base == "ref"
 
 
 @pytest.mark.parametrize("sees", [True, False])
@@ -435,7 +435,7 @@ def test_ranks_of_zero_3_get_a_part_of_a_folder_that_they_do_not_see(monkeypatch
     write_file(tmp_path / "model.safetensors", whole)
     worker_group = gang_on(Cluster("cpu", {"a": [], "b": []}), Slot("a", 0), Slot("b", 0))
     worker_group.zero_stage, put, built = 3, [], []
-    monkeypatch.setattr("rlhfless_ray.learn.worker_group.ray.put", lambda one: put.append(one) or len(put) - 1)
+    monkeypatch.setattr("rlhfless_ray.learn.group_files.ray.put", lambda one: put.append(one) or len(put) - 1)
     for instance in worker_group.by_rank:
         answers = {"sees": sees, "rendezvous": ("", 0), "build": {"memory_mb": 700.0, "spans": [], "cutter": Cutter()}}
         calls = {
