@@ -33,6 +33,7 @@ def test_help_takes_less_than_half_a_second_of_a_processor():
     assert any(taken_s() < 0.5 for _ in range(8)), "at least once: work beside it on the same core makes it slower"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "merged"),
     [

@@ -123,6 +123,7 @@ def dump(path: Path, responses: list[tuple[str, str]]) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_verls_dumps_of_rollouts(tmp_path: Path, capsys) -> None:
     rows = [("a", "x"), ("a", "xyz"), ("b", ""), ("b", "xy"), ("c", "x"), ("c", "xx"), ("a", "xxxx"), ("a", "\u2028")]
     dump(tmp_path / "10.jsonl", rows)

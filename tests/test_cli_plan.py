@@ -320,6 +320,7 @@ def test_memory_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
 # ---- whole steps on which devices --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fleet_is_chosen_among_those_that_nothing_beats(grouped: Path, capsys) -> None:
     found = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "4", "--prefer", "0", "--steps", "10")
     rows, chosen = found["best"], found["best"][found["chosen"]]

@@ -13,6 +13,8 @@ from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 STAGES = {
     "learn": {"rlhfless_ray.learn.learn_stage"},
@@ -158,6 +160,7 @@ def test_no_stage_imports_another() -> None:
         assert not found, found
 
 
+@pytest.mark.slow
 def test_nothing_that_trains_loads_the_simulator() -> None:
     script = (
         "import sys, rlhfless_ray.cli.run_command, rlhfless_ray.autoscaler.initial_speed, rlhfless_ray.runtime.runtime, rlhfless_ray.loop\n"

@@ -224,6 +224,7 @@ def other_value(kind: type[BaseModel], key: str) -> Any:
     raise AssertionError(f"{key}: no other value found")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["run", "generation", *STAGES])
 def test_every_key_is_read_or_refused_or_named(task: str) -> None:
     tree, kind, module = {

@@ -27,6 +27,7 @@ def step_times(setting: Setting, policy: Any) -> list[float]:
     return [step.time_s for step in simulate(setting, [policy], 2).policies[policy[0]].steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "is_early"),
     [
@@ -65,6 +66,7 @@ def test_simulator_and_runtime_refuse_the_same_early_gradients(
     assert all(times.early_gradients(m) == (refused is None) for m in sharded)
 
 
+@pytest.mark.slow
 def test_every_variant_of_the_ablation_runs() -> None:
     setting = named("qwen3b-gsm8k-ppo").but(prompts=8, epochs=1)
     found = simulate(setting, ABLATION, 2).policies

@@ -74,6 +74,7 @@ def test_steps_of_other_tokens_or_losses_are_not_compared() -> None:
             check_same_work(SIZES["11M"], one(100, 2.0), other)
 
 
+@pytest.mark.slow
 def test_core_seconds_of_a_child_count() -> None:
     child = "import time; end = time.process_time() + 0.5\nwhile time.process_time() < end: pass\ntime.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"])

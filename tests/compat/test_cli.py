@@ -57,6 +57,7 @@ def test_help_is_light_and_says_what_is_ours():
     assert launcher("--pretrain", "x", "--hel").stdout == launcher("--help").stdout
 
 
+@pytest.mark.slow
 def test_reading_a_line_imports_nothing_heavy():
     script = "import importlib, sys\n"
     for module in ("compat.openrlhf.translate", "cli.train_ppo_ray", "cli.explain_command", "compat.openrlhf.explain_report"):
@@ -182,6 +183,7 @@ def test_run_and_submit_build_the_command():
     assert command("run", "--", "no-such-program-here").returncode == 2
 
 
+@pytest.mark.slow
 def test_run_runs_it(tmp_path):
     done = command("run", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", "--no_such_flag", cwd=tmp_path)
     assert done.returncode == 2 and "--no_such_flag: no version of OpenRLHF" in done.stderr

@@ -15,6 +15,8 @@ import pytest
 from rlhfless_ray.compat.openrlhf.script_run import run_script
 from tests.conftest import command_here, environment
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 PPO, SFT = "openrlhf.cli.train_ppo_ray", "openrlhf.cli.train_sft"
 LINE = "--pretrain /m --prompt_data d.jsonl --remote_rm_url /r.py --advantage_estimator rloo --n_samples_per_prompt 2"
 

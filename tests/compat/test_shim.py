@@ -50,6 +50,7 @@ def test_without_the_folder_the_working_folder_wins(tmp_path):
     assert done.stdout == "theirs\n"
 
 
+@pytest.mark.slow
 def test_the_other_trainers_stay_theirs(tmp_path):
     done = python("-m", "openrlhf.cli.train_es_ray", cwd=checkout(tmp_path / "there"))
     assert done.stdout == "theirs\n"

@@ -20,6 +20,7 @@ from tests.compat.reference import VERSIONS, definitions, values_of
 # ---------------------------------------------------------------- nothing is lost
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(st.sampled_from(VERSIONS), st.data())
 def test_every_flag_given_ends_in_exactly_one_list(version, data):

@@ -148,6 +148,7 @@ def test_the_commands_at_the_head_of_a_program_are_shown_on_a_page(name: str) ->
     assert len(head) == 2 and {*head} <= {command.text for command in commands()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in commands() if c.is_fast], ids=lambda command: command.where)
 def test_fast_commands_run(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process; `make docs-check` runs them as they stand."""

@@ -344,6 +344,7 @@ def test_a_pool_whose_own_work_fails_ends_so_that_ray_starts_another(
     assert ended == [1] and not pool.tasks and "KeyError: 'a node'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may stop all processes for a while. Before, the pool then killed those of every run, without reading their messages."""
     killed: list[str] = []

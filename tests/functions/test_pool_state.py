@@ -529,6 +529,7 @@ def test_a_run_that_comes_back_after_its_pool_was_lost_keeps_what_nobody_took():
     assert state.join(RunInfo("x"), 2.0, late) == [taken.id]
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(st.integers(0, 2**16))
 def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:

@@ -28,6 +28,8 @@ from rlhfless_ray.runtime import last_words
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import ROOT, lives, small_recipe
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 WORDS = """
 import json, pathlib, sys
 status = pathlib.Path(sys.argv[1], "status.json")

@@ -80,6 +80,7 @@ def test_what_does_not_fit_the_cache_waits_for_room() -> None:
     assert result.time_s > 3 * SPEED.rollout_s(lengths, prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", NAMES)
 def test_a_cache_that_overflows_still_ends_and_slows(policy: str) -> None:
     rng = np.random.default_rng(4)

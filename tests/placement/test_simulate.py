@@ -73,6 +73,7 @@ def everything(request: pytest.FixtureRequest):
     return simulate(small(algorithm=request.param, prompts=4, prefer=0.7), seed=3)
 
 
+@pytest.mark.slow
 def test_holds_add_up_to_the_cost_and_fit_the_cluster(everything) -> None:
     for run in everything.policies.values():
         for step in run.steps:
@@ -104,6 +105,7 @@ def test_a_cluster_without_a_device_beside_the_trainers_cannot_be_disaggregated(
     assert set(simulate(tight, others).policies) == set(others)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
     policies, tiny = ["fixed", "ours"], small(prompts=4, samples=2, epochs=1)
     a, b, c = simulate(tiny, policies, 1), simulate(tiny, policies, 1), simulate(tiny, ["fixed"], 2)
@@ -113,6 +115,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
     assert a.policies["fixed"].step_s != c.policies["fixed"].step_s
 
 
+@pytest.mark.slow
 def test_the_plan_never_sees_the_lengths() -> None:
     """The same forecasts with other lengths behind them give the same step plan."""
     setting = small(prompts=4, samples=2)
@@ -325,6 +328,7 @@ def test_every_policy_says_what_it_is() -> None:
     assert all((policy.__doc__ or "").strip() for policy in POLICIES.values())
 
 
+@pytest.mark.slow
 def test_a_model_that_decodes_in_less_time_than_it_starts_is_simulated():
     """Decisions followed one another so quickly that they were used up before the engines had started."""
     tiny = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 100}

@@ -246,6 +246,7 @@ def test_a_held_step_is_that_of_a_smaller_cluster_of_warm_engines_and_bills_ever
     assert held.full == pytest.approx(4 * held.time_s) and most_devices(held) == 4
 
 
+@pytest.mark.slow
 def test_cold_starts_are_avoided_by_holding() -> None:
     """Leases that start cold take a minute each: giving devices back loses to `fixed` on both axes, holding does not."""
     done = simulate(setting(cold=True, prefer=0.75, prompts=4, samples=2, epochs=1), ["fixed", "ours"]).policies

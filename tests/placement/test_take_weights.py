@@ -42,6 +42,7 @@ def token_by_token(left: list[int], context: list[int], horizon: int, taken: int
 responses = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 300)), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(responses, st.data())
 def test_no_time_to_take_the_weights_is_cheaper_than_the_chosen_one(rest: list[tuple[int, int]], data: st.DataObject) -> None:

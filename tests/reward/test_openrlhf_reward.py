@@ -93,6 +93,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "error", "timeout_s"),
     [

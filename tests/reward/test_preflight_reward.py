@@ -176,6 +176,7 @@ def test_the_verifier_of_a_task_is_not_called() -> None:
     dry_call(RewardSource("task", "no-such-task"), PROMPTS, None, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -149,6 +149,7 @@ def test_a_call_that_blocks_every_signal_fails_when_it_returns() -> None:
     assert found.reward is None and found.error is not None and "took longer" in found.error
 
 
+@pytest.mark.slow
 def test_a_batch_keeps_order_and_keys_around_bad_samples() -> None:
     responses = ["int", "raise", "slow", "nan", "numpy", "swallow Exception", "int"]
     scores = worker(1.0).score([(10 + i, "p", r, {"answer": "1"}) for i, r in enumerate(responses)])

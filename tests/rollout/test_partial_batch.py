@@ -79,6 +79,7 @@ def drawing(draw: Callable[[int], list[Prompt]], missing: int | None = None) -> 
     return SimpleNamespace(draw=lambda count, has_groups: draw(count), missing=missing)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:

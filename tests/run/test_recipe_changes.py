@@ -38,6 +38,7 @@ def with_value(recipe: Recipe | SupervisedRecipe, key: str, value: Any) -> dict[
     return tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [RL, STAGE])
 def test_every_key_is_compared_and_classified(recipe: Recipe | SupervisedRecipe) -> None:
     assert not changes(tree_of(recipe), recipe)

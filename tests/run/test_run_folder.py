@@ -245,6 +245,7 @@ def hold(path: Path) -> None:
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
     folder = begun(tmp_path)
     process = APART.Process(target=hold, args=(folder.path,))

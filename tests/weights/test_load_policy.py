@@ -122,6 +122,7 @@ def test_a_policy_that_the_learner_cannot_load_is_refused_before_ray(tmp_path: P
         Runtime(Recipe.parse(tree))
 
 
+@pytest.mark.slow
 def test_a_layer_that_no_model_has_gets_no_adapter(tmp_path: Path) -> None:
     """Beside others it would be ignored. A critic may have layers that the policy lacks."""
     lora = {"learner__zero_stage": 1, "lora__rank": 4}
