@@ -16,7 +16,8 @@ svg{--page:#1e2129;--box:#2a2f3a;--edge:#7d8796;--title:#eef1f5;--text:#bcc4d0;-
 .code{fill:var(--text);font-size:12px;font-family:ui-monospace,Consolas,"DejaVu Sans Mono",monospace}
 .line{stroke:var(--text);stroke-width:1.5;fill:none;marker-end:url(#head)} .dashed{stroke-dasharray:5 4} marker path{fill:var(--text)}
 """
-HEAD = '<marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L10 5L0 10z"/></marker>'
+HEAD = '<marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
+HEAD += '<path d="M0 0L10 5L0 10z"/></marker>'
 
 
 class Picture:
@@ -48,20 +49,24 @@ class Picture:
 def session() -> Picture:
     """Draw the groups of a session above the states of a step."""
     label = "Groups of responses enter by admission, are in flight on engines, and are taken by a step. A step is planned, taken, scored, "
-    picture = Picture(920, 420, label + "learning, updating, updated, published and closed. The next step is admitted while the learner works.")
+    picture = Picture(
+        920, 420, label + "learning, updating, updated, published and closed. The next step is admitted while the learner works."
+    )
     picture.text(20, 30, "Groups of responses: in the session from the start to the end of a run", "title", "start")
-    picture.box(20, 62, 190, 84, "rows", ["prompts in shuffled order,", "or those that pick names"])
+    picture.box(20, 62, 190, 84, "rows", ["prompts in shuffled order,", "or as the user picks them"])
     picture.box(345, 62, 250, 84, "in flight", ["engines generate, the driver", "keeps each token it has got"], "blue")
     picture.box(730, 62, 170, 84, "the step's batch", ["complete groups,", "trained in this step"], "green")
     picture.arrow("M210 104H343")
-    picture.text(277, 80, "Admission")
-    picture.text(277, 96, "max_lag, oversample")
-    picture.text(277, 122, "`session.admit`".strip("`"), "code")
+    picture.text(277, 78, "Admission:")
+    picture.text(277, 95, "lag, oversample")
+    picture.text(277, 122, "session.admit", "code")
     picture.arrow("M595 104H728")
-    picture.text(662, 96, "enough are complete")
+    picture.text(662, 78, "enough groups")
+    picture.text(662, 95, "are complete")
     picture.text(662, 122, "session.take", "code")
     picture.arrow("M560 146V182H500V148")
-    picture.text(575, 172, "Boundary: the rest continues, or restarts, in the next step", anchor="start")
+    picture.text(575, 172, "Boundary: the rest goes on, or begins again,", anchor="start")
+    picture.text(575, 190, "in the next step", anchor="start")
     picture.arrow("M385 148V182H445V146")
     picture.text(370, 172, "WeightSwitch: under new weights", anchor="end")
     picture.text(370, 190, "session.switch", "code", "end")
@@ -84,7 +89,9 @@ def session() -> Picture:
         if number:
             picture.arrow(f"M{x - 14} 286H{x - 1}")
     picture.arrow("M516 342V372H60V342", dashed=True)
-    picture.text(288, 392, "while the learner works: session.admit plans step n + 1, and under a lag generates its responses")
+    picture.text(
+        20, 394, "while the learner works, session.admit plans the next step, and under a lag generates its responses", anchor="start"
+    )
     return picture
 
 
@@ -92,12 +99,32 @@ def protocols() -> Picture:
     """Draw the driver, the four protocols and their backends."""
     label = "The driver sends requests to engines and batches to trainers. Trainers publish weights in a channel, and engines fetch their "
     picture = Picture(920, 470, label + "slices. A source of slots grants leases to both.")
-    picture.box(20, 20, 880, 62, "driver", ["session: groups in flight · autoscaler: plans · updates: scores, advantages, batches · ledger"])
-    picture.box(20, 150, 250, 112, "Engine", ["generates a stream of tokens", "`generate · load · park`", "exact · stock · replayed"], "blue")
-    picture.box(335, 150, 250, 112, "WeightChannel", ["each reader gets its slices", "`publish · check · fetch`", "object store · gloo"], "green")
-    picture.box(650, 150, 250, 112, "Trainer", ["one rank of a model in training", "`passes · accumulate · update`", "DeepSpeed, ZeRO 0 to 3"], "orange")
-    picture.box(20, 350, 880, 100, "SlotSource", ["grants slots, several of one node together", "`ask · wait · release`"])
-    picture.text(460, 438, "of this run alone: PrivateSlots · of all runs of a cluster: PoolClient")
+    picture.box(
+        20, 20, 880, 62, "driver", ["session: groups in flight · autoscaler: plans · updates: scores, advantages, batches · ledger"]
+    )
+    picture.box(
+        20,
+        150,
+        250,
+        112,
+        "Engine",
+        ["generates a stream of tokens", "`generate · load · park`", "backends: exact · stock · replayed"],
+        "blue",
+    )
+    picture.box(
+        335,
+        150,
+        250,
+        112,
+        "WeightChannel",
+        ["each reader gets its slices", "`publish · check · fetch`", "backends: object store · gloo"],
+        "green",
+    )
+    picture.box(
+        650, 150, 250, 112, "Trainer", ["one rank of a model in training", "`passes · accumulate · update`", "backend: DeepSpeed"], "orange"
+    )
+    backends = "backends: PrivateSlots, of a run alone · PoolClient, of all runs of a cluster"
+    picture.box(20, 350, 880, 100, "SlotSource", ["grants slots, several of one node together", "`ask · wait · release`", backends])
     picture.arrow("M95 82V148")
     picture.text(88, 120, "requests,", anchor="end")
     picture.text(88, 136, "cuts", anchor="end")
