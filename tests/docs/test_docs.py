@@ -197,8 +197,17 @@ def test_examples_that_need_ray_run(names: tuple[str, ...], tmp_path_factory: py
     assert failed_examples(tmp_path_factory, names) == dict.fromkeys(names, "")
 
 
-def test_the_readme_takes_a_minute() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 130), ("docs/architecture.md", 200)])
+def test_pages_for_strangers_are_short(page: str, lines: int) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= lines
+
+
+def test_every_module_that_a_page_names_exists() -> None:
+    folders = ("rlhfless_ray", "placement", "tests", "benchmarks", "recipes", "docs")
+    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = [(page.name, name) for page in pages() for name in re.findall(r"`([\w./-]+\.py)`", prose(page))]
+    assert len(named) > 50
+    assert [(page, name) for page, name in named if not any(path.endswith(f"/{name}") for path in there)] == []
 
 
 def test_the_reference_names_every_key_and_command() -> None:
