@@ -89,5 +89,7 @@ docs-check: install docs
 	@$(BIN)/python -m docs.check
 
 # The pictures of README and docs, from two runs of this checkout. That of the report needs chromium. Run it on an idle machine.
+# `python -m docs.diagrams` alone draws those of the architecture.
 pictures: install
+	@$(BIN)/python -m docs.diagrams
 	@$(BIN)/python -m benchmarks.timelines $(if $(shell command -v chromium),--report)

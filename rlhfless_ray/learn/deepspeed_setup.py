@@ -43,13 +43,15 @@ def deepspeed_config(section: LearnerConfig, dtype: str, device: str) -> dict[st
     return {
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,  # the number of micro-batches is open: we call step()
-        "gradient_clipping": section.grad_clip if stage else 0.0,  # stage 0: see `TrainerRank.step`
+        "gradient_clipping": section.grad_clip if stage else 0.0,  # stage 0: see `TrainerRank._clip`
         "zero_allow_untested_optimizer": True,
+        # DeepSpeed's CPU Adam is compiled at first use (two minutes); torch's fused AdamW makes the same update as quickly (20 M weights)
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {
-            # accumulate gradients of bfloat16 weights in float32, which DeepSpeed's stage 1 does in another optimizer class only
+            # accumulate gradients of bfloat16 weights in float32, which DeepSpeed's stage 1 does in another optimizer class only:
+            # otherwise first moments of a step from 96 micro-batches were 1.4 % off those from one, with float32 0.6 %
             "stage": 2 if stage == 1 and dtype == "bfloat16" else stage,
             "overlap_comm": False,
             "contiguous_gradients": True,

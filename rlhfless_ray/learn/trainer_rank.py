@@ -54,10 +54,7 @@ T = TypeVar("T")
 
 
 class TrainerRank:
-    """A DeepSpeed engine for one rank. Call `open`, then `backward` and `step`, then `weights` or `state_files`.
-
-    Every rank makes the same calls in the same order.
-    """
+    """DeepSpeed's backend of `Trainer`. Call `open`, then `accumulate` and `update`, then `weights` or `state_files`."""
 
     def __init__(self, settings: RankSettings) -> None:
         if settings.deterministic:

@@ -17,6 +17,7 @@ from markdown.extensions.toc import slugify_unicode
 
 from docs.blocks import ROOT, Block, blocks, commands, pages, rules
 from docs.check import make_scratch, public_examples, run, run_examples
+from docs.diagrams import IMAGES, PICTURES
 from docs.flag_table import BEGIN
 from docs.hooks import MARKER, on_page_markdown
 from rlhfless_ray.local.laptop.local_ray import forked
@@ -80,6 +81,11 @@ def test_every_recipe_key_that_a_page_names_exists(page: Path) -> None:
     for key in INLINE.findall(text):
         if key.split(".")[0] in SECTIONS and not key.endswith(files):
             assert key in KEYS, f"{page.name}: the recipe has no key {key}"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_of_the_architecture_are_those_that_are_drawn(name: str) -> None:
+    assert (IMAGES / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]().svg(), "run python -m docs.diagrams"
 
 
 def test_every_yaml_block_without_a_title_is_a_part_of_a_recipe() -> None:
@@ -192,8 +198,17 @@ def test_examples_that_need_ray_run(names: tuple[str, ...], tmp_path_factory: py
     assert failed_examples(tmp_path_factory, names) == dict.fromkeys(names, "")
 
 
-def test_the_readme_takes_a_minute() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 130), ("docs/architecture.md", 200)])
+def test_pages_for_strangers_are_short(page: str, lines: int) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= lines
+
+
+def test_every_module_that_a_page_names_exists() -> None:
+    folders = ("rlhfless_ray", "placement", "tests", "benchmarks", "recipes", "docs")
+    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = [(page.name, name) for page in pages() for name in re.findall(r"`([\w./-]+\.py)`", prose(page))]
+    assert len(named) > 50
+    assert [(page, name) for page, name in named if not any(path.endswith(f"/{name}") for path in there)] == []
 
 
 def test_the_reference_names_every_key_and_command() -> None:
