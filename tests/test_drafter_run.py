@@ -13,7 +13,6 @@ from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.rollout.live_rollout import LiveRollout
-from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from tests.conftest import small_recipe
@@ -46,8 +45,7 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
     def enough(tail: EarlyWork) -> bool:
         """The second rollout has time until there is a new version. In the third the process is killed while it makes one. The fourth
         has time until a new process has worked."""
-        drafter = tail.drafter
-        assert isinstance(drafter, TrainedDrafter)
+        (drafter,) = tail.drafters
         if run.parts.session.step.number == 3 and not drafter.running and drafter.pool.parked and not waiting:
             waiting.extend(filter(None, [pid_of(drafter.pool.parked[0])]))
         if run.parts.session.step.number == 3 and drafter.running and not killed:

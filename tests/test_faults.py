@@ -25,6 +25,9 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Span
+from rlhfless_ray.weights.checksum import digests
+from rlhfless_ray.weights.tensor_slice import Slices, whole_slices
 from tests.conftest import samples, two_nodes
 from tests.run_files import rows
 
@@ -201,9 +204,9 @@ def test_what_hangs_is_ended_and_its_step_has_exactly_its_samples(
 class Heavy(ReplayedLearner):
     """Its weights are too large to travel with the word that they are there: they lie on its node."""
 
-    def weights(self) -> tuple[dict[str, np.ndarray], Any]:
-        weights, told = super().weights()
-        return {**weights, "more": np.zeros(2**20, np.uint8)}, told
+    def weights(self) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
+        weights = {**super().weights()[0], **whole_slices({"more": np.zeros(2**20, np.uint8)})}
+        return weights, (digests(weights), [])
 
 
 class HeavyHit(Hit):

@@ -23,7 +23,7 @@ class RunParts:
         ...     session, updates = run.parts.session, run.parts.updates
         ...     step = session.admit()
         ...     session.take(step)
-        ...     updates.score(step)
+        ...     scored = updates.score(step)
         ...     with updates.phase(step):
         ...         updates.publish(updates.start(updates.advantages(step)))
         ...     run.parts.records.close(step)

@@ -289,9 +289,7 @@ class LearnerTools:
     def weights(self, name: str) -> dict[str, Any]:
         import numpy as np
 
-        from rlhfless_ray.weights.tensor_slice import HeldSlices
-
-        return {key: np.array(array) for key, array in HeldSlices.of(self.host.weights(name)).items()}
+        return {key: np.array(array) for key, array in self.host.weights(name).items()}
 
     def update(self, name: str, batch: Any) -> Any:
         return self.host.update(name, batch)

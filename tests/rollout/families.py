@@ -15,6 +15,7 @@ from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.types import Request
+from rlhfless_ray.weights.tensor_slice import HeldSlices, whole_slices
 
 VOCABULARY, EOS = 96, 1
 ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a mixture first: vLLM makes the groups it needs only then
@@ -208,10 +209,10 @@ class LearnerHost:
         self.learners[name].open(files, ("127.0.0.1", self.port))
         trainer = self.learners[name].trainer
         kept, exported = (bytes(found["model.safetensors"]) for found in (trainer.state_files(), trainer.model_files(trained=True)))
-        return trainer.weights(), kept, exported
+        return self.weights(name), kept, exported
 
     def weights(self, name: str) -> dict[str, np.ndarray]:
-        return self.learners[name].trainer.weights()
+        return dict(HeldSlices.of(self.learners[name].trainer.weights()))
 
     def update(self, name: str, batch: Any) -> Any:
         learner = self.learners[name]
@@ -253,8 +254,6 @@ class EngineHost:
         actor.engine.park()
         actor.engine.load = spoiled
         try:
-            from rlhfless_ray.weights.tensor_slice import whole_slices
-
             actor.load(version, whole_slices(weights), expected)
         finally:
             actor.engine.load = load
