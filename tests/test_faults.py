@@ -73,6 +73,15 @@ def recipe_of(world: ReplaySetup, folder: Path, actors: int = 3, steps: int = ST
 Script = dict[tuple[int, str], Callable[["Hit"], None]]  # what happens in which step at which moment
 
 
+class Heavy(ReplayedLearner):
+    """Its weights are too large to travel with the word that they are there: they lie on its node."""
+
+    def weights(self) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
+        slices, (digest_of, spans) = super().weights()
+        more = whole_slices({"more": np.zeros(2**20, np.uint8)}) if slices else {}
+        return {**slices, **more}, ({**digest_of, **digests(more)}, spans)
+
+
 class Hit(ReplayedRuntime):
     """Does something at moments of steps, and writes down the checksum of every version that was published."""
 
@@ -80,6 +89,9 @@ class Hit(ReplayedRuntime):
         super().__init__(recipe)
         self.script = script or {}
         self.published: dict[int, int] = {}
+
+    def actor_classes(self) -> ActorClasses:
+        return replace(super().actor_classes(), learner=Heavy)
 
     def now(self, moment: str) -> None:
         if do := self.script.pop((self.parts.session.step.number, moment), None):
@@ -199,19 +211,6 @@ def test_what_hangs_is_ended_and_its_step_has_exactly_its_samples(
     same(run, clean, steps=3)
     assert stopped == [True, True] and run.total("faults/hung") >= 2  # a machine that is busy enough may add to them
     assert all(s["error"] is None for step in (1, 2, 3) for s in samples(run.folder.path, step))
-
-
-class Heavy(ReplayedLearner):
-    """Its weights are too large to travel with the word that they are there: they lie on its node."""
-
-    def weights(self) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
-        weights = {**super().weights()[0], **whole_slices({"more": np.zeros(2**20, np.uint8)})}
-        return weights, (digests(weights), [])
-
-
-class HeavyHit(Hit):
-    def actor_classes(self) -> ActorClasses:
-        return replace(super().actor_classes(), learner=Heavy)
 
 
 # ---- nodes --------------------------------------------------------------------------------------------------------
@@ -351,7 +350,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
         learner={"ranks": ranks},
         cluster={"pool": "shared pool" in moment},
     )
-    run = HeavyHit(recipe)
+    run = Hit(recipe)
     if not moment.startswith("begun"):
         run.script[(1, "published") if moment.startswith("published") else (2, "leases")] = lose
     with run:

@@ -16,11 +16,10 @@ def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:
 def fetch_into(instance: Instance, weights: WeightVersion) -> None:
     """Make the instance load this version unless it has it. The call precedes its next rollout in the actor's queue."""
     if instance.version != weights.version:
-        expected = weights.checksum if weights.digests is None else weights.digests
         first, *more = shards = weights.shards_for(instance.slot.node) or (None,)
         base = () if weights.base is None and not more else (weights.base,)
         # each of several members maps the shards by itself
         refs = {"refs": {weights.version: shards, BASE: base}} if instance.width > 1 else {}
-        instance.loading = instance.actor.load.remote(weights.version, first, expected, *base, *more, **refs)
+        instance.loading = instance.actor.load.remote(weights.version, first, weights.digests, *base, *more, **refs)
         instance.version = weights.version
     instance.state = State.READY

@@ -19,7 +19,7 @@ from rlhfless_ray.functions.instance import State, start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.recipe import FunctionsConfig, RolloutConfig
+from rlhfless_ray.recipe import AgentConfig, FunctionsConfig, RolloutConfig
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Request, Span, WeightVersion
@@ -294,7 +294,7 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
 
     terms = SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None))
     autoscaler = SimpleNamespace(terms=terms, safely=None)
-    recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig())
+    recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig(), agent=AgentConfig())
     leases: Any = SimpleNamespace(release=release)
     context = RunContext(recipe, SlotBroker(leases), None, None, autoscaler, None)  # type: ignore[arg-type]
     stage = RolloutStage(context, engines, None, None, 0)  # type: ignore[arg-type]
