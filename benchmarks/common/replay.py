@@ -26,8 +26,9 @@ from rlhfless_ray.learn.rank_actors import Source, read_source
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share
 from rlhfless_ray.types import EngineStep, Request, Span, UpdateStats
-from rlhfless_ray.weights.checksum import checksum
+from rlhfless_ray.weights.checksum import digests
 from rlhfless_ray.weights.remote_folder import Delivery, deliver, sees
+from rlhfless_ray.weights.tensor_slice import Slices, whole_slices
 
 WEIGHT = "weight"  # the replayed policy's only tensor
 SCRIPT = "replay.json"  # lies in the policy's folder, so it reaches every instance the way the policy's files do
@@ -271,9 +272,9 @@ class ReplayedLearner:
         nothing = UpdateStats(importance_mean=1, trained_tokens=int(share.batch.lengths.sum()), applied=1, effective_share=1)
         return nothing, [Span("work", "update (replayed)", start, start + seconds)]
 
-    def weights(self) -> tuple[dict[str, np.ndarray], tuple[int, list[Span]]]:
-        weights = {WEIGHT: np.frombuffer(self.digest, np.uint8)}
-        return weights, (checksum(weights), [])
+    def weights(self) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
+        weights = whole_slices({WEIGHT: np.frombuffer(self.digest, np.uint8)})
+        return weights, (digests(weights), [])
 
     def _state(self) -> dict[str, bytes]:
         return {"model.safetensors": self.digest, "learner.json": str(self.updates).encode()}
