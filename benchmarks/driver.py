@@ -1,14 +1,15 @@
 """What a token costs the driver, by the number of engines: `python -m benchmarks.driver [--quick]`.
 
 The driver and its calls through Ray are real. The engines are replayed, many in one process: a process for each of 512 engines would
-measure this machine's cores. Each decodes 32 sequences at once, in real time, and reports as often as in a run.
+measure this machine's cores. Each decodes 32 sequences at once. Its reports contain what a real engine would decode meanwhile, but follow
+each other without a pause, so the driver is what the rollout waits for.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,63 +19,63 @@ import psutil
 import ray
 from rich.table import Table
 
-from benchmarks.common.replay import ReplayedEngineActor, Script, prompt_key
+from benchmarks.common.replay import Decoding, Script, prompt_key
 from benchmarks.common.replay_setup import logical_gpus, synthetic_lengths
 from benchmarks.common.results import make_console, save
 from placement.scaling.resize_policy import Hold
-from rlhfless_ray.engine.engine_settings import EngineSettings
+from placement.speed.decode_speed import Speed
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.live_rollout import DriverSettings
 from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
-from rlhfless_ray.types import Prompt, Request, SampleId, WeightVersion
+from rlhfless_ray.types import Prompt, Request, SampleId, Span, WeightVersion
 
-SEQUENCES, PROCESSES, MAX_TOKENS = 32, 16, 2048
+SEQUENCES, PROCESSES, MAX_TOKENS = 32, 4, 512
 BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, as in `benchmarks.control`
 PROMPT, INTERVAL_S = (7,), 0.25  # the default of rollout.stream_interval_s
-SETTINGS = EngineSettings(max_model_len=4096, max_running=4, block_size=32, kv_cache_mb=8, gpu_memory_share=0.5, device="gpu")
 
 
 class EngineHost:
-    """Several replayed engines in one process, each in a thread of its own."""
+    """Several engines in one process. Each reports what it would decode in an interval, as soon as it is read."""
 
-    def __init__(self, script: dict[str, Any], engines: int) -> None:
-        self.engines = [ReplayedEngineActor({"replay.json": json.dumps(script).encode()}, SETTINGS) for _ in range(engines)]
-        for engine in self.engines:
-            engine.open(1)
-            engine.engine.version = 1
+    def __init__(self, script: dict[str, Any]) -> None:
+        self.script = Script(**script)
 
-    def rollout(self, engine: int, *call: Any) -> Any:
-        yield from self.engines[engine].rollout(*call)
+    def rollout(self, engine: int, epoch: int, requests: list[Request], interval_s: float, threads: int) -> Iterator[Any]:
+        decoding, now_s = Decoding(Speed(BASE_S, PER_SEQ_S), 1.0), 0.0
+        decoding.add(requests, self.script)
+        while len(decoding.keys):
+            span = Span("work", "generate", now_s, now_s := now_s + interval_s)
+            decoding.advance(now_s)
+            yield decoding.progress(1), decoding.steps, [span]
+            decoding.steps = []
 
-    def enqueue(self, engine: int, *command: Any) -> bool:
-        return self.engines[engine].enqueue(*command)
+    def ready(self) -> bool:
+        return True
 
 
-class HostedMethod:
-    """A method of one engine of a host, called as if the engine were an actor of its own."""
+class HostedRollout:
+    """`rollout` of one engine of a host, called as if the engine were an actor of its own."""
 
-    def __init__(self, method: Any, engine: int) -> None:
-        self.method, self.engine = method, engine
+    def __init__(self, host: Any, engine: int) -> None:
+        self.host, self.engine = host, engine
 
-    def options(self, concurrency_group: str = "", **how: Any) -> Any:
-        return SimpleNamespace(remote=partial(self.method.options(**how).remote, self.engine))
+    def options(self, **how: Any) -> Any:
+        return SimpleNamespace(remote=partial(self.host.rollout.options(**how).remote, self.engine))
 
 
 def instances_of(engines: int, script: Script) -> list[Instance]:
     """Return started engines that hold leases."""
     node, host_of = ray.get_runtime_context().get_node_id(), ray.remote(EngineHost)
     share = -(-engines // min(engines, PROCESSES))
-    hosts: list[Any] = [
-        host_of.options(num_cpus=0, max_concurrency=share + 1).remote(vars(script), share) for _ in range(0, engines, share)
-    ]
-    ray.get([host.enqueue.remote(0, 0, None) for host in hosts])
+    hosts: list[Any] = [host_of.options(num_cpus=0, max_concurrency=share).remote(vars(script)) for _ in range(0, engines, share)]
+    ray.get([host.ready.remote() for host in hosts])
     instances = []
     for number in range(engines):
         host, engine = hosts[number // share], number % share
-        actor = SimpleNamespace(rollout=HostedMethod(host.rollout, engine), enqueue=HostedMethod(host.enqueue, engine))
+        actor = SimpleNamespace(rollout=HostedRollout(host, engine))
         slot = Slot(node, number)
         lease = Lease(slot=slot, id=f"lease-{number}")
         instances.append(Instance("rollout", slot, actor, leases=[lease], opened=ray.put(True), version=1))
@@ -102,9 +103,9 @@ def measure(engines: int, max_tokens: int = MAX_TOKENS) -> dict[str, float]:
     driver, process = driver_of(instances_of(engines, script), requests, lengths.astype(float)), psutil.Process()
     reports, receive = [0], driver.receive
 
-    def counted(ref: Any) -> None:
-        reports[0] += 1
-        receive(ref)
+    def counted(generators: Any) -> None:
+        reports[0] += len(generators)
+        receive(generators)
 
     driver.receive = counted  # type: ignore[method-assign]
     rss, before, start = process.memory_info().rss, process.cpu_times(), time.perf_counter()
@@ -134,7 +135,7 @@ def main() -> None:
     found: list[dict[str, float]] = []
     with logical_gpus(1, store_mb=1024):
         for engines in [4] if options.quick else options.engines:
-            found.append(measure(engines, 256 if options.quick else MAX_TOKENS))
+            found.append(measure(engines, 128 if options.quick else MAX_TOKENS))
     table = Table("engines", "tokens", "reports", "rollout, s", "ns per token", "µs per report", "share of a core", "bytes per token")
     for one in found:
         numbers = (one["engines"], one["tokens"], one["reports"])
