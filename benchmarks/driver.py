@@ -1,138 +1,155 @@
-"""How many streams one driver carries: `python -m benchmarks.driver [--quick]`. Replayed engines, the real driver.
+"""What a token costs the driver, by the number of engines: `python -m benchmarks.driver [--quick]`.
 
-4,096 responses are decoded at once on replayed engines, and their tokens, log-probabilities and step records stream through
-the driver. The clock is sped up until the driver is what the rollout waits for.
+The driver and its calls through Ray are real. The engines are replayed, many in one process: a process for each of 512 engines would
+measure this machine's cores. Each decodes 32 sequences at once. Its reports contain what a real engine would decode meanwhile, but follow
+each other without a pause, so the driver is what the rollout waits for.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
-from pathlib import Path
-from typing import Self
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
+import ray
 from rich.table import Table
 
-from benchmarks.common.replay import Script, finish_times
-from benchmarks.common.replay_setup import build, logical_gpus, recipe_for, synthetic_lengths
-from benchmarks.common.replayed_runtime import ReplayedRuntime
+from benchmarks.common.replay import Decoding, Script, prompt_key
+from benchmarks.common.replay_setup import logical_gpus, synthetic_lengths
 from benchmarks.common.results import make_console, save
+from placement.scaling.resize_policy import Hold
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.rollout.driver import RolloutDriver
-from rlhfless_ray.rollout.rollout_result import RolloutResult
+from rlhfless_ray.rollout.live_rollout import DriverSettings
+from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
+from rlhfless_ray.types import Prompt, Request, SampleId, Span, WeightVersion
 
-BASE_S, PER_SEQ_S = 8.5e-3, 3e-5
-LATE = 0.10  # a rollout this much longer than its model is one that waits for the driver
-
-
-class Watched(ReplayedRuntime):
-    """Measures the rollout alone: wall time, the driver's processor time, and what the model says it should take."""
-
-    def __init__(self, recipe: Recipe, script: Script) -> None:
-        super().__init__(recipe)
-        self.script = script
-        self.measured: list[dict[str, float]] = []
-
-    def __enter__(self) -> Self:
-        run = super().__enter__()
-        stage = self.parts.stages.rollout
-        self.unwatched, stage._run = stage._run, self.watched  # type: ignore[method-assign]
-        return run
-
-    def watched(self, driver: RolloutDriver, shares: list[np.ndarray]) -> RolloutResult:
-        process, start = psutil.Process(), time.perf_counter()
-        before = process.cpu_times()
-        done = self.unwatched(driver, shares)
-        wall_s = time.perf_counter() - start
-        now = process.cpu_times()
-        lengths = np.array([self.script.length(request) for request in driver.token_log.requests])
-        self.measured.append(
-            {
-                "wall_s": wall_s,
-                "driver_cpu_s": now.user + now.system - before.user - before.system,
-                "tokens": int(lengths.sum()),
-                "tokens_per_s": float(lengths.sum() / wall_s),
-                "longest_alone_s": float(finish_times(np.array([lengths.max()]), Speed(BASE_S, PER_SEQ_S))[0] / self.script.clock),
-            }
-        )
-        return done
+SEQUENCES, PROCESSES, MAX_TOKENS = 32, 4, 512
+BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, as in `benchmarks.control`
+PROMPT, INTERVAL_S = (7,), 0.25  # the default of rollout.stream_interval_s
 
 
-def measure(folder: Path, clock: float, streams: int, engines: int, steps: int) -> list[dict[str, float]]:
-    samples, max_tokens = 16, 2048
-    lengths = synthetic_lengths(streams // samples, samples, max_tokens, seed=0)
-    world = build(folder, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=0.0, learn_s=0.0, clock=clock)
-    recipe = recipe_for(
-        world,
-        folder,
-        steps=steps,
-        prompts=streams // samples,
-        samples=samples,
-        actors=engines,
-        max_tokens=max_tokens,
-        objective={"prefer": 1.0},
-        functions={"slot": "gpu"},
-    )
-    script = Script.read({"replay.json": (world.policy / "replay.json").read_bytes()})
-    with logical_gpus(engines), Watched(recipe, script) as run:
-        for _ in run:
-            pass
-        return run.measured
+class EngineHost:
+    """Several engines in one process. Each reports what it would decode in an interval, as soon as it is read."""
+
+    def __init__(self, script: dict[str, Any]) -> None:
+        self.script = Script(**script)
+
+    def rollout(self, engine: int, epoch: int, requests: list[Request], interval_s: float, threads: int) -> Iterator[Any]:
+        decoding, now_s = Decoding(Speed(BASE_S, PER_SEQ_S), 1.0), 0.0
+        decoding.add(requests, self.script)
+        while len(decoding.keys):
+            span = Span("work", "generate", now_s, now_s := now_s + interval_s)
+            decoding.advance(now_s)
+            yield decoding.progress(1), decoding.steps, [span]
+            decoding.steps = []
+
+    def ready(self) -> bool:
+        return True
+
+
+class HostedRollout:
+    """`rollout` of one engine of a host, called as if the engine were an actor of its own."""
+
+    def __init__(self, host: Any, engine: int) -> None:
+        self.host, self.engine = host, engine
+
+    def options(self, **how: Any) -> Any:
+        return SimpleNamespace(remote=partial(self.host.rollout.options(**how).remote, self.engine))
+
+
+def instances_of(engines: int, script: Script) -> list[Instance]:
+    """Return started engines that hold leases."""
+    node, host_of = ray.get_runtime_context().get_node_id(), ray.remote(EngineHost)
+    share = -(-engines // min(engines, PROCESSES))
+    hosts: list[Any] = [host_of.options(num_cpus=0, max_concurrency=share).remote(vars(script)) for _ in range(0, engines, share)]
+    ray.get([host.ready.remote() for host in hosts])
+    instances = []
+    for number in range(engines):
+        host, engine = hosts[number // share], number % share
+        actor = SimpleNamespace(rollout=HostedRollout(host, engine))
+        slot = Slot(node, number)
+        lease = Lease(slot=slot, id=f"lease-{number}")
+        instances.append(Instance("rollout", slot, actor, leases=[lease], opened=ray.put(True), version=1))
+    return instances
+
+
+def driver_of(instances: list[Instance], requests: list[Request], expected: np.ndarray) -> RolloutDriver:
+    ledger = Ledger("gpu")
+    for instance in instances:
+        ledger.hold(instance.leases[0].id, instance.slot.node, str(instance.slot.device), "rollout", instance.id)
+    nodes = SimpleNamespace(draining=set, confirm_lost=lambda node: False)
+    pool: Any = SimpleNamespace(working=instances, width=1, leases=SimpleNamespace(nodes=nodes, deadline_s=60.0), ledger=ledger)
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
+    source = PlainRequests(tokenizer, WantedResponses(requests, [Prompt(0, "", PROMPT)], expected, 1))
+    settings = DriverSettings(INTERVAL_S, 60.0, 1, lambda tail_s, needed: Hold(1, ""), lambda *_: None)
+    return RolloutDriver(pool, source, WeightVersion(1, ()), settings)
+
+
+def measure(engines: int, max_tokens: int = MAX_TOKENS) -> dict[str, float]:
+    """Generate `SEQUENCES` responses on each engine, and return what the driver took for it."""
+    count = engines * SEQUENCES
+    lengths = synthetic_lengths(1, count, max_tokens, seed=0)[0]
+    script = Script({prompt_key(PROMPT): lengths.tolist()}, BASE_S, PER_SEQ_S, 0.0, 0.0)
+    requests = [Request(key, PROMPT, key, max_tokens, 1.0, id=SampleId(0, 1, key)) for key in range(count)]
+    driver, process = driver_of(instances_of(engines, script), requests, lengths.astype(float)), psutil.Process()
+    reports, receive = [0], driver.receive
+
+    def counted(generators: Any) -> None:
+        reports[0] += len(generators)
+        receive(generators)
+
+    driver.receive = counted  # type: ignore[method-assign]
+    rss, before, start = process.memory_info().rss, process.cpu_times(), time.perf_counter()
+    result = driver.run(np.array_split(np.arange(count), engines), 600.0)
+    wall_s, now = time.perf_counter() - start, process.cpu_times()
+    tokens = sum(len(completion.token_ids) for completion in result.completions.values())
+    assert tokens == lengths.sum()
+    cpu_s = now.user + now.system - before.user - before.system
+    return {
+        "engines": engines,
+        "tokens": tokens,
+        "reports": reports[0],
+        "wall_s": wall_s,
+        "driver_cpu_s": cpu_s,
+        "ns_per_token": 1e9 * cpu_s / tokens,
+        "us_per_report": 1e6 * cpu_s / reports[0],
+        "core_share": cpu_s / wall_s,
+        "bytes_per_token": (process.memory_info().rss - rss) / tokens,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=4096)
-    parser.add_argument("--engines", type=int, default=16)
-    parser.add_argument("--clocks", type=float, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--quick", action="store_true", help="256 streams, one clock: shows that it runs, measures nothing")
+    parser.add_argument("--engines", type=int, nargs="+", default=[16, 64, 512])
+    parser.add_argument("--quick", action="store_true", help="4 engines: shows that it runs, measures nothing")
     options = parser.parse_args()
-    if options.quick:
-        options.streams, options.engines, options.clocks = 256, 2, [16]
-    console = make_console()
-    table = Table(
-        "clock",
-        "rollout, s",
-        "at normal speed, s",
-        "tokens/s",
-        "driver, s of a core",
-        "share of a core",
-        title=f"{options.streams} streams on {options.engines} replayed engines through one driver",
-        title_justify="left",
-    )
-    found: dict[float, dict[str, float]] = {}
-    for clock in options.clocks:
-        with tempfile.TemporaryDirectory(prefix="rlhfless-driver-") as name:
-            rounds = measure(Path(name), clock, options.streams, options.engines, steps=3)[1:]  # the first starts processes
-        one = {key: float(np.median([r[key] for r in rounds])) for key in rounds[0]}
-        one["script_s"] = one["wall_s"] * clock
-        one["core_share"] = one["driver_cpu_s"] / one["wall_s"]
-        found[clock] = one
+    found: list[dict[str, float]] = []
+    with logical_gpus(1, store_mb=1024):
+        for engines in [4] if options.quick else options.engines:
+            found.append(measure(engines, 128 if options.quick else MAX_TOKENS))
+    table = Table("engines", "tokens", "reports", "rollout, s", "ns per token", "µs per report", "share of a core", "bytes per token")
+    for one in found:
+        numbers = (one["engines"], one["tokens"], one["reports"])
+        costs = (one["ns_per_token"], one["us_per_report"])
         table.add_row(
-            f"{clock:g}×",
-            f"{one['wall_s']:.2f}",
-            f"{one['script_s']:.1f}",
-            f"{one['tokens_per_s']:,.0f}",
-            f"{one['driver_cpu_s']:.2f}",
+            *(f"{number:,}" for number in numbers),
+            f"{one['wall_s']:.1f}",
+            *(f"{cost:.0f}" for cost in costs),
             f"{one['core_share']:.0%}",
+            f"{one['bytes_per_token']:.0f}",
         )
+    console = make_console()
     console.print(table)
-    real = found[min(found)]["script_s"]
-    most = max(clock for clock, one in found.items() if one["script_s"] <= (1 + LATE) * real)
-    late = [clock for clock in found if clock > most]  # beyond it; below, a round may have been held up
-    enough = found[most]["tokens_per_s"]
-    told = (
-        f"one driver carries {enough:,.0f} tokens/s ({most:g}×); at {min(late):g}× the rollout is more than {LATE:.0%} late"
-        if late
-        else f"one driver carries {enough:,.0f} tokens/s, the most that was tried"
-    )
-    console.print(told, highlight=False)
-    content = {"replayed": True, "options": vars(options), "clocks": found, "verdict": told}
-    save("driver", content, console=console, quick=options.quick)
+    save("driver", {"replayed": True, "sequences": SEQUENCES, "found": found}, console=console, quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from placement.scaling.resize_policy import Release
 from rlhfless_ray.common.deadlines import wait_any
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import EngineCommand
+from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, reason_of
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -25,7 +26,9 @@ from rlhfless_ray.rollout.events import RolloutEnded, RolloutProgress, TokensArr
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin, RequestSource
 from rlhfless_ray.rollout.lost_engines import LOOK_S, LostEngines
 from rlhfless_ray.rollout.rollout_result import RolloutResult
-from rlhfless_ray.types import Span, WeightVersion
+from rlhfless_ray.types import EngineStep, Span, WeightVersion
+
+Report = tuple[TokenDeltas, list[EngineStep], list[Span]]
 
 
 class RolloutDriver:
@@ -96,11 +99,11 @@ class RolloutDriver:
         while self.source.has_work() or self.calls.running:
             of_plugins = {ref: plugin for plugin in rollout.plugins for ref in plugin.refs()}
             refs = [*self.calls.running, *of_plugins, *rollout.migrations.copying]
-            for ready in wait_any(refs, end_s - time.monotonic(), self.source.awaited(), within_s=LOOK_S, of_s=deadline_s):
-                if ready in self.calls.running:
-                    self.receive(ready)
-                elif ready in of_plugins:
-                    of_plugins[ready].receive(ready)
+            ready = wait_any(refs, end_s - time.monotonic(), self.source.awaited(), within_s=LOOK_S, of_s=deadline_s)
+            self.receive([ref for ref in ready if ref in self.calls.running])
+            for ref in ready:
+                if ref in of_plugins:
+                    of_plugins[ref].receive(ref)
             rollout.migrations.poll()
             self._stop_if_enough()
             rollout.emit(RolloutProgress(len(self.source.ended), self.source.total))
@@ -122,17 +125,29 @@ class RolloutDriver:
 
     # ---- reports of engines ---------------------------------------------------------------------------------------
 
-    def receive(self, generator: Ref) -> None:
-        """Record an engine's report, or the end of its call."""
+    def receive(self, generators: Sequence[Ref]) -> None:
+        """Record reports of engines, and the ends of their calls. One call of Ray fetches all of them."""
+        refs = {generator: next(generator, None) for generator in generators}
+        arrived = {generator: ref for generator, ref in refs.items() if ref is not None}
+        try:
+            reports = dict(zip(arrived, ray.get(list(arrived.values())), strict=True))
+        except RayError:  # of one of them: `_receive` finds whose it is
+            reports = {}
+        for generator, ref in refs.items():
+            if generator in self.calls.running:
+                self._receive(generator, ref, reports.get(generator))
+
+    def _receive(self, generator: Ref, ref: Ref | None, report: Report | None) -> None:
+        """Record a report. Without a `report`, it is fetched. Without a `ref`, the call has ended."""
         rollout, call = self.rollout, self.calls.running[generator]
         instance, result = call.instance, rollout.result
-        try:
-            deltas, steps, spans = ray.get(next(generator))
-            loaded = _take_load_spans(instance)
-        except StopIteration:
+        if ref is None:
             del self.calls.running[generator]
             self._end_call(call)
             return
+        try:
+            deltas, steps, spans = ray.get(ref) if report is None else report
+            loaded = _take_load_spans(instance)
         except (*GONE, RayTaskError) as error:
             del self.calls.running[generator]
             if self.load_copy(call):

@@ -20,6 +20,7 @@ from rlhfless_ray.types import Request
 
 Ref: TypeAlias = Any  # a reference of Ray, or a generator of them: Ray's own classes have no types
 
+MOST_REPORTS = 500  # a second, from all engines together: each costs the driver a fraction of a millisecond, however much it contains
 _epochs = itertools.count(1)  # over all rollouts of this driver: a command belongs to one call of one engine
 
 
@@ -97,9 +98,9 @@ class EngineCalls:
         if call is not None:
             self.send_command(call, EngineCommand(add=tuple(requests), what=what, **attached))
             return
-        epoch = next(_epochs)
+        epoch, interval_s = next(_epochs), max(self.interval_s, len(self.pool.working) / MOST_REPORTS)
         generator = instance.actor.rollout.options(num_returns="streaming").remote(
-            epoch, requests, self.interval_s, len(instance.leases), **attached
+            epoch, requests, interval_s, len(instance.leases), **attached
         )
         self.running[generator] = EngineCall(instance, number, epoch, set(keys.tolist()), time.monotonic())
 

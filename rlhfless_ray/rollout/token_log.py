@@ -13,6 +13,7 @@ from rlhfless_ray.engine.token_deltas import CUT, ENDS, GOES_ON, TokenDeltas
 from rlhfless_ray.types import UNFINISHED, Completion, Request
 
 NO_ENGINE = -1
+NOTHING = np.zeros(0, np.int32), np.zeros(0, np.float32)
 OUTLIVES = 1.1  # a response longer than its forecast is expected to reach this multiple of its present length
 
 
@@ -46,7 +47,8 @@ class TokenLog:
         self._buffers = [length, finished, owner, prompt, forecast]  # each doubles when it is full
         self._update_views()
         self.completions: dict[int, Completion] = {}
-        self._pieces: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in requests]
+        self._whole: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # tokens and log-probabilities of unfinished requests, without pieces
+        self._pieces: list[list[tuple[TokenDeltas, int, int]]] = [[] for _ in requests]  # reports since, and where they have its tokens
         self._versions: list[list[tuple[int, int]]] = [[] for _ in requests]
         for i, completion in before.items():
             self._restore(i, completion)
@@ -56,7 +58,7 @@ class TokenLog:
         if completion.finish_reason != UNFINISHED:
             self.finished[i], self.completions[i] = True, completion
         elif len(completion.token_ids):
-            self._pieces[i], self._versions[i] = [(completion.token_ids, completion.logprobs)], list(completion.versions)
+            self._whole[i], self._versions[i] = (completion.token_ids, completion.logprobs), list(completion.versions)
 
     def add(self, request: Request, expected: float = 0.0) -> int:
         """Add a request with its forecast tokens under the next key, and return that key."""
@@ -86,8 +88,8 @@ class TokenLog:
         """Return the unfinished requests with their tokens so far. `version`: weight version for those without tokens."""
         completions = []
         for i in np.flatnonzero(~self.finished).tolist():
-            versions = tuple(self._versions[i])
-            completions.append(Completion(i, *self._joined(i), UNFINISHED, versions[-1][0] if versions else version, versions))
+            whole, versions = self._joined(i), tuple(self._versions[i])
+            completions.append(Completion(i, *whole, UNFINISHED, versions[-1][0] if versions else version, versions))
         return completions
 
     def owed(self, engine: int) -> np.ndarray:
@@ -103,8 +105,9 @@ class TokenLog:
         """Return the request with its tokens so far."""
         if not self.length[i]:
             return self.requests[i]
+        tokens = self._joined(i)[0]
         began_under = self._versions[i][0][0] if self.keeps_kv else None
-        return replace(self.requests[i], generated=tuple(self._joined(i)[0].tolist()), cache_version=began_under)
+        return replace(self.requests[i], generated=tuple(tokens.tolist()), cache_version=began_under)
 
     def accept(self, engine: int, name: str, deltas: TokenDeltas) -> tuple[np.ndarray, np.ndarray]:
         """Record an engine's deltas. `name`: the engine's name in messages.
@@ -116,8 +119,7 @@ class TokenLog:
         keys, bounds = deltas.keys, deltas.bounds
         for i, begin, end in zip(keys.tolist(), bounds, bounds[1:], strict=False):
             if end > begin:
-                self._pieces[i].append((deltas.token_ids[begin:end], deltas.logprobs[begin:end]))
-                self._span(i, deltas.version, end - begin)
+                self._pieces[i].append((deltas, begin, end))
         self.length[keys] += deltas.counts
         cut = keys[deltas.ends == CUT]
         self.owner[cut] = NO_ENGINE
@@ -161,16 +163,18 @@ class TokenLog:
 
     def _joined(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and log-probabilities so far, copied so that the messages they came in can be freed."""
-        pieces = self._pieces[i]
-        if not pieces:
-            return np.zeros(0, np.int32), np.zeros(0, np.float32)
-        tokens, logprobs = zip(*pieces, strict=True)
-        whole = np.concatenate(tokens), np.concatenate(logprobs)
-        self._pieces[i] = [whole]
+        whole, pieces = self._whole.get(i, NOTHING), self._pieces[i]
+        if pieces:
+            for deltas, begin, end in pieces:
+                self._span(i, deltas.version, end - begin)
+            tokens = [whole[0], *(deltas.token_ids[begin:end] for deltas, begin, end in pieces)]
+            logprobs = [whole[1], *(deltas.logprobs[begin:end] for deltas, begin, end in pieces)]
+            whole = self._whole[i] = np.concatenate(tokens), np.concatenate(logprobs)
+            self._pieces[i] = []
         return whole
 
     def _complete(self, i: int, reason: str, version: int, experts: np.ndarray | None) -> None:
         tokens, logprobs = self._joined(i)
         self.completions[i] = Completion(i, tokens, logprobs, reason, version, tuple(self._versions[i]), experts=experts)
         self.finished[i] = True
-        self._pieces[i] = []
+        self._whole.pop(i, None)

@@ -52,5 +52,5 @@ def test_an_engine_that_ray_killed_for_lack_of_memory_counts_as_dead(monkeypatch
     rollout.calls.running[answers] = EngineCall(cast(Any, SimpleNamespace(loading=None)), 0, 1, set(), 0.0, started=True)
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(rollout.lost, "handle_death", lambda call, error: died.append(reason_of(error)))
-    rollout.receive(answers)
+    rollout.receive([answers])
     assert died == ["2 worker(s) were killed due to the node running low on memory."] and not rollout.calls.running
