@@ -165,11 +165,16 @@ class ExpressionEvaluation:
 
     def _binomial(self, above_tree: Node, below_tree: Node) -> Any:
         above, below = self.value(above_tree), self.value(below_tree)
-        if not _is_whole(above) or not _is_whole(below) or not 0 <= below <= above:
-            return self.function("binomial", 800, 10, above, below)
-        if min(below, above - below) * above.numerator.bit_length() > MAX_BITS // 4:
-            raise TooLarge("the binomial coefficient is too large")
-        return Fraction(math.comb(above.numerator, below.numerator))
+        if _is_whole(above) and _is_whole(below) and 0 <= below <= above:
+            if min(below, above - below) * above.numerator.bit_length() > MAX_BITS // 4:
+                raise TooLarge("the binomial coefficient is too large")
+            return Fraction(math.comb(above.numerator, below.numerator))
+        if not _is_whole(below) or not 0 <= below <= 50:
+            return self.function("binomial", 1500, 10, above, below)
+        total: Any = Fraction(1)
+        for i in range(int(below)):
+            total = self.checked(total * (above - i) / (i + 1))
+        return total
 
     def _call(self, name: str, argument: Node) -> Any:
         value, context = self.value(argument), _context()
