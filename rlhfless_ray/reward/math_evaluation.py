@@ -88,16 +88,13 @@ class ExpressionEvaluation:
         return -self.value(part)
 
     def _sum(self, *parts: Node) -> Any:
-        total = self.value(parts[0])
-        for part in parts[1:]:
-            total = self.add(total, self.value(part))
+        total: Any = Fraction(0)
+        for part in parts:
+            before, total = total, total + self.value(part)  # mpmath adds and multiplies Fractions, too
+            if before and total and not isinstance(total, Fraction) and _context().mag(total) < _context().mag(before) - ZERO_BITS:
+                total = Fraction(0)
+            self.checked(total)
         return total
-
-    def add(self, left: Any, right: Any) -> Any:
-        total = left + right  # mpmath adds and multiplies Fractions, too
-        if isinstance(total, Fraction) or not total or not left or _context().mag(total) >= _context().mag(left) - ZERO_BITS:
-            return self.checked(total)
-        return Fraction(0)
 
     def _product(self, *parts: Node) -> Any:
         total: Any = Fraction(1)

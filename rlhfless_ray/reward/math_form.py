@@ -78,7 +78,6 @@ def split_top(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
 
 def read_form(text: str) -> Form:
     """Return the form of a text. What is no other form is one value."""
-    text = text.strip()
     if _NOTHING.fullmatch(re.sub(r"\s", "", text)):
         return Form("region", text)
     joined = _JOINED.sub(lambda match: f" \\l{match[1] or match[2]} ", text)
