@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.common.results import Target, make_console, save, show_targets
-from rlhfless_ray.reward.math_answer import last_box, prepare
+from rlhfless_ray.reward.math_answer import extract_boxed_answer, prepare
 from rlhfless_ray.reward.math_compare import UnreadableReference, is_equal
 
 MAX_CHARS = 300  # of a side without a box; longer ones are solutions in prose
@@ -45,7 +45,7 @@ def read_tables(archive: Path) -> Iterator[tuple[str, str, bool]]:
 def only_answer(text: str) -> str | None:
     """Return the one answer that a side names, or None if it names several or hides it in prose."""
     if (boxes := len(re.findall(r"\\boxed", text))) == 1:
-        return last_box(text, "\\boxed")
+        return extract_boxed_answer(text)
     if boxes or len(text) > MAX_CHARS:
         return None
     if formula := _FORMULA.fullmatch(text.strip()):

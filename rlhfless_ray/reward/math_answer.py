@@ -1,7 +1,7 @@
 """The `math` reward: 1 if the response's final answer equals the reference, else 0.
 
 The reference is the text after the last `####` of the row's answer, or the whole answer. The response's answer is the first
-of these that exists: the rest of the line after its last `####`, the content of its last `\\boxed{…}`, its last number.
+of these that exists: the rest of the line after its last `####`, the content of its last `\\boxed{…}` or `\\fbox{…}`, its last number.
 What the response contains is never an error.
 """
 
@@ -15,6 +15,8 @@ from decimal import Decimal
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.reward.math_compare import UnreadableReference, is_equal, is_understood
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 _DIGITS = r"(?:(?:\d{1,3}(?:(?:,|\{,\}|\\[,;: ]|[~\u00a0\u2009\u202f ])\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _MONEY = r"(?:\\?[$€£]\s?)?"
@@ -90,8 +92,8 @@ def final_answer(response: str) -> str | None:
     """Return the part of a response that is compared, or None or "" if it has no answer."""
     marked = _after_mark(response)
     if marked is not None:
-        return (last_box(marked, "\\boxed") or marked).strip()
-    box = last_box(response, "\\boxed")
+        return (extract_boxed_answer(marked) or marked).strip()
+    box = extract_boxed_answer(response)
     if box is not None:
         return box.strip()
     numbers = [match[0] for match in _NUMBER.finditer(response)]
@@ -103,14 +105,27 @@ def _after_mark(text: str) -> str | None:
     return (rest.strip().splitlines() or [""])[0].strip() if mark else None
 
 
-def last_box(text: str, *commands: str) -> str | None:
-    """Return the content of the last box that one of these commands makes, or None if there is none or its brace is never closed."""
-    starts = [match for command in commands for match in re.finditer(re.escape(command) + r"\s*\{", text)]
+def extract_boxed_answer(solution: str) -> str | None:
+    """Return the content of the last `\\boxed` or `\\fbox`, or None if there is none or its brace is never closed.
+
+    Reward files import this and `grade_answer` from `openrlhf.utils`.
+    """
+    starts = [match.end() for match in _BOX.finditer(solution)]
     if not starts:
         return None
-    start, depth = max(match.end() for match in starts), 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+    start, depth = starts[-1], 1
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(solution, start):
         depth += (match[0] == "{") - (match[0] == "}")
         if depth == 0:
-            return text[start : match.start()]
+            return solution[start : match.start()]
     return None
+
+
+def grade_answer(given_answer: str | None, ground_truth: str | None) -> bool:
+    """Return whether two answers without their boxes are equal. A broken truth equals nothing."""
+    if not given_answer or not ground_truth:
+        return given_answer == ground_truth == ""
+    try:
+        return is_equal(str(ground_truth), str(given_answer))
+    except UnreadableReference:
+        return False

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from rlhfless_ray.reward.math_evaluation import ExpressionEvaluation, is_equal_value, is_real, ratio
+from rlhfless_ray.reward.math_evaluation import ExpressionEvaluation, is_equal_value, is_real
 from rlhfless_ray.reward.math_expression import MAX_DEPTH, Node, TooLarge, UnreadableExpression, parse_expression, variables
 from rlhfless_ray.reward.math_form import FLIPPED, Form, Piece, as_region, read_form, words_of
 from rlhfless_ray.reward.math_notation import join_comma_groups, normalize_notation, without_spaces
@@ -43,8 +43,6 @@ def is_equal(gold: str, answer: str, is_ordered: bool | None = None) -> bool:
         UnreadableReference: The reference is broken.
     """
     reference = _reference(gold)[0]
-    if "".join(gold.split()) == "".join(answer.split()) and not re.search(r"\d\s+\d", gold + answer):
-        return True
     if len(answer) > MAX_CHARS:
         return False
     answer = normalize_notation(answer)
@@ -69,8 +67,6 @@ def _reference(text: str) -> tuple[str, bool]:
     text = normalize_notation(text)
     if not re.search(r"[^\W_]|\\", text):
         raise UnreadableReference("it has neither letters nor digits")
-    if _CHOICE.fullmatch(text) or re.fullmatch(r"-?\d[\d,]*", text):
-        return text, True
     bare = re.sub(r"\\\\|\\[{}]", "", text)
     is_closed = bare.count("{") == bare.count("}") and len(re.findall(r"[(\[]", bare)) == len(re.findall(r"[)\]]", bare))
     if not is_closed and words_of(text) is None:
@@ -240,7 +236,7 @@ class _Comparison:
             if None in values or any(value != value for value in values) or (values[0] == 0) != (values[1] == 0):
                 return False
             if values[0] != 0:
-                ratios.append(ratio(*values))
+                ratios.append(values[0] * (1 / values[1]))
         if not ratios or not all(is_equal_value(ratios[0], other) for other in ratios[1:]):
             return False
         return not needs_positive or bool(is_real(ratios[0]) and ratios[0] > 0)

@@ -49,7 +49,7 @@ class ExpressionEvaluation:
 
     def value(self, tree: Node) -> Any:
         self.spend(1)
-        return tree[1] if tree[0] == "number" else getattr(self, f"_{tree[0]}")(*tree[1:])
+        return tree[1] if tree[0] == "number" else self.checked(getattr(self, f"_{tree[0]}")(*tree[1:]))
 
     def spend(self, work: int) -> None:
         self.left -= work
@@ -88,31 +88,19 @@ class ExpressionEvaluation:
         return -self.value(part)
 
     def _sum(self, *parts: Node) -> Any:
-        total = self.value(parts[0])
-        for part in parts[1:]:
-            total = self.add(total, self.value(part))
+        total: Any = Fraction(0)
+        for part in parts:
+            before, total = total, total + self.value(part)  # mpmath adds and multiplies Fractions, too
+            if before and total and not isinstance(total, Fraction) and _context().mag(total) < _context().mag(before) - ZERO_BITS:
+                total = Fraction(0)
+            self.checked(total)
         return total
-
-    def add(self, left: Any, right: Any) -> Any:
-        if isinstance(left, Fraction) and isinstance(right, Fraction):
-            return self.checked(left + right)
-        left, right = approximate(left), approximate(right)
-        total = left + right
-        if total and left and _context().mag(total) < _context().mag(left) - ZERO_BITS:
-            return Fraction(0)
-        return self.checked(total)
 
     def _product(self, *parts: Node) -> Any:
         total: Any = Fraction(1)
         for part in parts:
-            total = self.multiply(total, self.value(part))
+            total = self.checked(total * self.value(part))
         return total
-
-    def multiply(self, left: Any, right: Any) -> Any:
-        if left == 0 or right == 0:
-            return Fraction(0)
-        is_exact = isinstance(left, Fraction) and isinstance(right, Fraction)
-        return self.checked(left * right if is_exact else approximate(left) * approximate(right))
 
     def _inverse(self, part: Node) -> Any:
         value = self.value(part)
@@ -136,7 +124,7 @@ class ExpressionEvaluation:
             return base ** (exponent % 2 + 2)
         if abs(exponent) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
             raise TooLarge("the power is too large")
-        return Fraction(self.checked(base**exponent))
+        return Fraction(base**exponent)
 
     def inexact_power(self, base: Any, exponent: Any) -> Any:
         if base == 0:
@@ -145,7 +133,7 @@ class ExpressionEvaluation:
         self.spend(40)
         if abs(exponent) * (abs(_context().mag(base)) + 2) > MAX_EXPONENT_BITS:
             raise TooLarge("the power is too large")
-        return self.checked(base**exponent)
+        return base**exponent
 
     def _root(self, part: Node, index_tree: Node) -> Any:
         value, index = self.value(part), self.value(index_tree)
@@ -156,82 +144,66 @@ class ExpressionEvaluation:
     def root(self, value: Any, index: int) -> Any:
         """Return the real root of a real number where there is one, exactly where it is rational."""
         self.spend(10)
-        if value == 0:
-            return Fraction(0)
         if is_real(value) and value < 0 and index % 2:
             return -self.root(-value, index)
         if isinstance(value, Fraction) and value > 0:
             exact = [_integer_root(part, index) for part in (value.numerator, value.denominator)]
             if exact[0] and exact[1]:
                 return Fraction(exact[0], exact[1])
-        return self.checked(_context().root(approximate(value), index))
+        return _context().root(approximate(value), index)
 
     def _factorial(self, part: Node) -> Any:
         value = self.value(part)
-        if _is_whole(value) and value >= 0:
-            if value > 5000:
-                raise TooLarge("the factorial is too large")
-            return self.checked(Fraction(math.factorial(value.numerator)))
-        return self.gamma(value)
-
-    def gamma(self, value: Any) -> Any:
-        """Return the factorial of a number that is not whole."""
-        self.spend(800)
-        value = approximate(value)
-        if _context().mag(value) > 10:
+        if not _is_whole(value) or value < 0:
+            return self.function("factorial", 800, 10, value)
+        if value > 5000:
             raise TooLarge("the factorial is too large")
-        if _context().isint(value):
-            raise UnreadableExpression("the factorial has no value")
-        return self.checked(_context().gamma(value + 1))
+        return Fraction(math.factorial(value.numerator))
 
     def _binomial(self, above_tree: Node, below_tree: Node) -> Any:
         above, below = self.value(above_tree), self.value(below_tree)
-        if not _is_whole(below) or below < 0:
-            raise UnreadableExpression("the binomial coefficient is not known")
-        if not _is_whole(above) or above < below:
-            if below > 50:
+        if _is_whole(above) and _is_whole(below) and 0 <= below <= above:
+            if min(below, above - below) * above.numerator.bit_length() > MAX_BITS // 4:
                 raise TooLarge("the binomial coefficient is too large")
-            result: Any = Fraction(1)
-            for i in range(int(below)):
-                result = self.multiply(result, self.multiply(self.add(above, Fraction(-i)), Fraction(1, i + 1)))
-            return result
-        if min(below, above - below) * above.numerator.bit_length() > MAX_BITS // 4:
-            raise TooLarge("the binomial coefficient is too large")
-        return self.checked(Fraction(math.comb(above.numerator, below.numerator)))
+            return Fraction(math.comb(above.numerator, below.numerator))
+        if not _is_whole(below) or not 0 <= below <= 50:
+            return self.function("binomial", 1500, 10, above, below)
+        total: Any = Fraction(1)
+        for i in range(int(below)):
+            total = self.checked(total * (above - i) / (i + 1))
+        return total
 
     def _call(self, name: str, argument: Node) -> Any:
-        value = self.value(argument)
+        value, context = self.value(argument), _context()
         if name == "abs":
             return abs(value)
-        context = _context()
         if name in ("lfloor", "lceil"):
             if not is_real(value):
                 raise UnreadableExpression("a complex number has no floor")
-            tiny = context.ldexp(1, -ZERO_BITS)
-            if isinstance(value, Fraction):
-                return Fraction(math.floor(value) if name == "lfloor" else math.ceil(value))
-            return Fraction(int(context.floor(value + tiny) if name == "lfloor" else context.ceil(value - tiny)))
-        self.spend(40)
-        value = approximate(value)
-        if value and context.mag(value) > (19 if name in ("exp", "sinh", "cosh", "tanh", "coth") else 200):
-            raise TooLarge(f"the argument of {name} is too large")
-        try:
-            result = context.log(value, 10) if name == "lg" else getattr(context, REAL_FUNCTIONS[name])(value)
-        except (ValueError, ZeroDivisionError):
-            raise UnreadableExpression(f"{name} has no value there") from None
+            value = value if name == "lfloor" else -value
+            floor = math.floor(value) if isinstance(value, Fraction) else int(context.floor(value + context.ldexp(1, -ZERO_BITS)))
+            return Fraction(floor if name == "lfloor" else -floor)
+        if name == "lg":
+            return self.function("log", 40, 200, value, Fraction(10))
+        result = self.function(REAL_FUNCTIONS[name], 40, 19 if name in ("exp", "sinh", "cosh", "tanh", "coth") else 200, value)
         if result and context.mag(result) > ZERO_BITS and name in ("tan", "cot", "sec", "csc"):
             raise UnreadableExpression(f"{name} has no value there")
-        return Fraction(0) if result and context.mag(result) < -ZERO_BITS else self.checked(result)
+        return Fraction(0) if result and context.mag(result) < -ZERO_BITS else result
+
+    def function(self, name: str, work: int, limit_bits: int, *values: Any) -> Any:
+        """Call a function of mpmath with numbers below a limit."""
+        self.spend(work)
+        if any(value and _context().mag(value) > limit_bits for value in values):
+            raise TooLarge(f"the argument of {name} is too large")
+        try:
+            return getattr(_context(), name)(*map(approximate, values))
+        except (ValueError, ZeroDivisionError):
+            raise UnreadableExpression(f"{name} has no value there") from None
 
 
 def approximate(value: Any) -> Any:
     """Return the value as a number of mpmath."""
     return _context().mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
-
-
-def ratio(left: Any, right: Any) -> Any:
-    """Return left / right, exactly if both are exact."""
-    return left / right if isinstance(left, Fraction) and isinstance(right, Fraction) else approximate(left) / approximate(right)
 
 
 def is_real(value: object) -> bool:
@@ -245,20 +217,13 @@ def _is_whole(value: object) -> bool:
 
 def _integer_root(value: int, index: int) -> int | None:
     """Return the exact root of a positive integer, or None."""
-    if index == 2:
-        root = math.isqrt(value)
-    else:
-        root = 1 << -(-value.bit_length() // index)  # Newton's method from above
-        while (better := ((index - 1) * root + value // root ** (index - 1)) // index) < root:
-            root = better
+    with _context().workprec(value.bit_length() // index + 20):
+        root = int(_context().nint(_context().root(value, index)))
     return root if root**index == value else None
 
 
 def is_equal_value(left: Any, right: Any) -> bool:
     """Compare two values: exactly if both are exact."""
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
-        return left == right
-    if left == 0 or right == 0:
+    if left == 0 or right == 0 or (isinstance(left, Fraction) and isinstance(right, Fraction)):
         return bool(left == right)
-    left, right = approximate(left), approximate(right)
-    return bool(left == right or _context().mag(left - right) < _context().mag(left) - ZERO_BITS)
+    return bool(_context().mag(approximate(left) - right) < _context().mag(left) - ZERO_BITS)

@@ -6,13 +6,14 @@ Text here has the notation of `normalize_notation`.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhfless_ray.reward.math_evaluation import ExpressionEvaluation
-from rlhfless_ray.reward.math_expression import TooLarge, UnreadableExpression, parse_expression, variables
+from rlhfless_ray.reward.math_expression import parse_expression, variables
 from rlhfless_ray.reward.math_notation import FUNCTIONS, join_comma_groups, plain_words
 from rlhfless_ray.reward.math_units import number_from_words
 
@@ -77,7 +78,6 @@ def split_top(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
 
 def read_form(text: str) -> Form:
     """Return the form of a text. What is no other form is one value."""
-    text = text.strip()
     if _NOTHING.fullmatch(re.sub(r"\s", "", text)):
         return Form("region", text)
     joined = _JOINED.sub(lambda match: f" \\l{match[1] or match[2]} ", text)
@@ -229,11 +229,11 @@ def _read_pieces(text: str, is_alone: bool) -> tuple[list[Piece], str] | None:
     if len(sides) == 2 and re.fullmatch(_NAME, sides[0]):
         if relations[0] == "\\ne":
             return _all_but(_items(sides[1])), sides[0]
-        if _is_constant(sides[1]):
+        if _constant(sides[1]) is not None:
             is_above, is_closed = relations[0] in (">", "\\ge"), relations[0] in ("\\ge", "\\le")
             above, below = Piece(sides[1], _INFINITY, is_closed), Piece(f"-{_INFINITY}", sides[1], False, is_closed)
             return [above if is_above else below], sides[0]
-    if len(sides) == 2 and (name := re.fullmatch(rf"\| ?({_NAME}) ?\|", sides[0])) and _is_constant(sides[1]):
+    if len(sides) == 2 and (name := re.fullmatch(rf"\| ?({_NAME}) ?\|", sides[0])) and _constant(sides[1]) is not None:
         is_closed, negative = relations[0] in ("\\ge", "\\le"), f"-({sides[1]})"
         if relations[0] in ("<", "\\le"):
             return [Piece(negative, sides[1], is_closed, is_closed)], name[1]
@@ -246,19 +246,19 @@ def _read_pieces(text: str, is_alone: bool) -> tuple[list[Piece], str] | None:
     return None
 
 
-def _is_constant(text: str) -> bool:
+def _constant(text: str) -> float | None:
+    """Return the value of an expression without letters, None for another text."""
+    if _INFINITY in text:
+        return math.inf
     try:
-        return "\\infty" in text or not variables(parse_expression(text))
-    except (UnreadableExpression, TooLarge):
-        return False
+        tree = parse_expression(text)
+        return None if variables(tree) else float(ExpressionEvaluation().value(tree))
+    except (ValueError, TypeError):
+        return None
+    except OverflowError:
+        return math.inf
 
 
 def _all_but(numbers: list[str]) -> list[Piece]:
-    def size(text: str) -> float:
-        try:
-            return float(ExpressionEvaluation().value(parse_expression(text)))
-        except (ValueError, TypeError, OverflowError):
-            return 0.0
-
-    ends = [f"-{_INFINITY}", *sorted(numbers, key=size), _INFINITY]
+    ends = [f"-{_INFINITY}", *sorted(numbers, key=lambda number: _constant(number) or 0.0), _INFINITY]
     return [Piece(low, high) for low, high in itertools.pairwise(ends)]

@@ -84,8 +84,6 @@ def _replace_glyphs(text: str) -> str:
         return text
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+", lambda match: f"^{{{match[0].translate(_SCRIPTS['^'])}}}", text)
     text = re.sub("[₀-₉₊₋₌₍₎]+", lambda match: f"_{{{match[0].translate(_SCRIPTS['_'])}}}", text)
-    text = re.sub("√ ?([0-9]+(?:[.][0-9]+)?|[A-Za-z])", r"\\sqrt{\1}", text).replace("√", "\\sqrt ")
-    text = re.sub("∛ ?([0-9]+|[A-Za-z])", r"\\sqrt[3]{\1}", text)
     return "".join(character if character.isascii() else _glyph(character) for character in text)
 
 

@@ -10,8 +10,8 @@ import types
 # module → {name: module of this package that defines it}
 PROVIDED = {
     "openrlhf": {},
-    "openrlhf.utils": {"extract_boxed_answer": "reward.boxed_answer", "grade_answer": "reward.boxed_answer"},
-    "openrlhf.utils.math_utils": {"extract_boxed_answer": "reward.boxed_answer", "grade_answer": "reward.boxed_answer"},
+    "openrlhf.utils": {"extract_boxed_answer": "reward.math_answer", "grade_answer": "reward.math_answer"},
+    "openrlhf.utils.math_utils": {"extract_boxed_answer": "reward.math_answer", "grade_answer": "reward.math_answer"},
     "openrlhf.utils.logging_utils": {"init_logger": "reward.openrlhf_compat"},
     "openrlhf.utils.agent": {
         name: "agent.openrlhf_classes" for name in ("AgentInstanceBase", "AgentExecutorBase", "MultiTurnAgentExecutor")

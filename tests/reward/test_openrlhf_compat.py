@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.reward.boxed_answer import extract_boxed_answer, grade_answer
+from rlhfless_ray.reward.math_answer import extract_boxed_answer, grade_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = """
