@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from placement.scaling.resize_policy import Hold
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, STOP, TokenDeltas
@@ -54,7 +55,11 @@ class Engine:
                 raise RunError("the engine ends the run")
             cut = {key for command in self.commands for key in command.cut} & live
             ends = {key: CUT if key in cut else STOP if at == TOKENS - 1 else GOES_ON for key in sorted(live)}
-            yield TokenDeltas.of(1, [(key, at, 1, end) for key, end in ends.items()], [at] * len(live), np.zeros(len(live))), [], []
+            yield (
+                TokenDeltas.of(1, [(key, at, 1, end) for key, end in ends.items()], [at] * len(live), np.zeros(len(live))),
+                EngineSteps(),
+                [],
+            )
             live -= cut
 
 
