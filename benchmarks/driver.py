@@ -24,6 +24,7 @@ from benchmarks.common.replay_setup import logical_gpus, synthetic_lengths
 from benchmarks.common.results import make_console, save
 from placement.scaling.resize_policy import Hold
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.ledger import Ledger
@@ -49,7 +50,7 @@ class EngineHost:
         while len(decoding.keys):
             span = Span("work", "generate", now_s, now_s := now_s + interval_s)
             decoding.advance(now_s)
-            yield decoding.progress(1), decoding.steps, [span]
+            yield decoding.progress(1), EngineSteps(decoding.steps), [span]
             decoding.steps = []
 
     def ready(self) -> bool:

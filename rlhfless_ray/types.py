@@ -151,8 +151,9 @@ class Group:
         return [SampleId(self.prompt.index, self.begun, self.first_sample + n) for n in range(count)]
 
 
-class EngineStep(NamedTuple):
-    """One decode step of an engine, to which the speed model is fitted. A tuple, because a driver unpickles thousands a second."""
+@dataclass(frozen=True)
+class EngineStep:
+    """One decode step of an engine, to which the speed model is fitted."""
 
     running: int  # sequences in the step
     new_tokens: int  # tokens computed in the step, prompt tokens included, drafted tokens not

@@ -14,9 +14,10 @@ from placement.scaling.learner_size import LearnerSize
 from placement.scaling.overlapped_step import Rest, Update
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.types import EngineStep, Prompt, Sample
+from rlhfless_ray.types import Prompt, Sample
 
 T = TypeVar("T")
 REGRANT_S = 0.8  # time to get a released slot back, at worst (Ray's retry interval)
@@ -39,7 +40,7 @@ class Predictor:
         self.passes_s = 0.0  # duration of the passes before it
         self.step_s = 0.0  # duration of the last step, without evaluation
         self.tokens_per_step = 1.0  # tokens of a sequence in an engine step of the last rollout: more than one with drafts
-        self.pending_steps: list[list[EngineStep]] = []  # step records that the speed is not fitted to yet
+        self.pending_steps: list[EngineSteps] = []  # step records that the speed is not fitted to yet
         self.troubles: list[str] = []  # failures since the last report
 
     def safely(self, what: str, make: Callable[[], T], fallback: Callable[[], T]) -> T:
@@ -124,13 +125,13 @@ class Predictor:
 
     # ---- learning from what happened -----------------------------------------------------------------------------
 
-    def observe_rollout(self, steps: list[EngineStep], overhead_s: float | None) -> None:
+    def observe_rollout(self, steps: EngineSteps, overhead_s: float | None) -> None:
         """Record a rollout's engine steps, and its time besides the longest engine's steps (None after a cold start)."""
         if overhead_s is not None:
             self.terms.around.observe(0.0, overhead_s)
         self.pending_steps.append(steps)
-        if drawn := sum(step.running for step in steps):
-            self.tokens_per_step = 1 + sum(step.accepted for step in steps) / drawn
+        if drawn := float(steps.column("running").sum()):
+            self.tokens_per_step = 1 + float(steps.column("accepted").sum()) / drawn
 
     def observe_load(self, weight_bytes: int, seconds: float, away: bool = False) -> None:
         """Record an engine's load of a weight version. `away`: the engine is not on the learner's node."""
@@ -169,10 +170,9 @@ class Predictor:
         while self.pending_steps:
             self._learn(self.pending_steps.pop(0))
 
-    def _learn(self, steps: list[EngineStep]) -> None:
-        running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
-        seconds = np.array([s.token_s for s in steps])
-        context, prefill = np.array([s.context_tokens for s in steps]), new > running
+    def _learn(self, steps: EngineSteps) -> None:
+        running, new = steps.column("running").astype(int), steps.column("new_tokens").astype(int)
+        context, seconds, prefill = steps.column("context_tokens").astype(int), steps.token_s(), new > running
         self.safely("fitting the speed", lambda: self.engines.fit.observe(running, seconds, context, new), lambda: None)
         self.terms.prefill.observe(new[prefill], seconds[prefill])
 

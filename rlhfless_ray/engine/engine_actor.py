@@ -9,11 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.protocol import Engine
 from rlhfless_ray.engine.token_deltas import TokenDeltas
-from rlhfless_ray.types import BASE, EngineStep, Request, Span
+from rlhfless_ray.types import BASE, Request, Span
 from rlhfless_ray.weights.channel import ObjectStoreChannel, PublishedVersion, base_slices
 from rlhfless_ray.weights.tensor_file import Files
 from rlhfless_ray.weights.tensor_slice import Slices
@@ -105,7 +106,7 @@ class EngineActor:
 
     def rollout(
         self, epoch: int, requests: list[Request], interval_s: float, threads: int
-    ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
+    ) -> Iterator[tuple[TokenDeltas, EngineSteps, list[Span]]]:
         """Generate responses, and yield new tokens and step records about every `interval_s` seconds.
 
         `epoch`: number of this call, by which `enqueue` adds commands to it.
@@ -116,7 +117,7 @@ class EngineActor:
         try:
             for deltas in self.engine.generate(requests, interval_s, self.control_queue):
                 stats = self.engine.take_stats()
-                yield deltas, stats.steps, fill_between(stats.spans, "generate", start, stats.until_s)
+                yield deltas, EngineSteps(stats.steps), fill_between(stats.spans, "generate", start, stats.until_s)
                 start = stats.until_s
         finally:
             self.control_queue.close()

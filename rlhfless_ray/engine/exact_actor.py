@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.engine.engine_actor import EngineActor
@@ -23,7 +24,7 @@ from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
-from rlhfless_ray.types import EngineStep, Fetched, Prefilled, Request, Span
+from rlhfless_ray.types import Fetched, Prefilled, Request, Span
 from rlhfless_ray.weights.checksum import damaged, digests_like
 from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
@@ -84,7 +85,7 @@ class ExactEngineActor(EngineActor):
         threads: int,
         pages: Sequence[Any] = (),
         drafts: DraftNews | None = None,
-    ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
+    ) -> Iterator[tuple[TokenDeltas, EngineSteps, list[Span]]]:
         """Generate responses, see `EngineActor.rollout`. `pages`, `drafts`: as in `EngineCommand`."""
         for ticket in self.old_tickets:  # pages that were not fetched during a whole call
             self.engine.kept_pages.pop(ticket, None)

@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from placement.scaling.resize_policy import Release
 from rlhfless_ray.common.deadlines import wait_any
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.engine.token_deltas import TokenDeltas
@@ -26,9 +27,9 @@ from rlhfless_ray.rollout.events import RolloutEnded, RolloutProgress, TokensArr
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin, RequestSource
 from rlhfless_ray.rollout.lost_engines import LOOK_S, LostEngines
 from rlhfless_ray.rollout.rollout_result import RolloutResult
-from rlhfless_ray.types import EngineStep, Span, WeightVersion
+from rlhfless_ray.types import Span, WeightVersion
 
-Report = tuple[TokenDeltas, list[EngineStep], list[Span]]
+Report = tuple[TokenDeltas, EngineSteps, list[Span]]
 
 
 class RolloutDriver:
@@ -159,8 +160,8 @@ class RolloutDriver:
             raise RunError(f"rollout engine {failure}") from error
         call.heard_s = time.monotonic()
         result.loads += [(instance.slot.node, span.to_s - span.from_s) for span in loaded]
-        result.steps += steps
-        result.decode_s[instance.id] = result.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
+        result.steps.extend(steps)
+        result.decode_s[instance.id] = result.decode_s.get(instance.id, 0.0) + float(steps.column("seconds").sum())
         rollout.pool.ledger.spans([lease.id for lease in instance.leases], [*loaded, *spans])
         ended, cut = self.token_log.accept(call.number, instance.id, deltas)
         call.assigned.difference_update(cut.tolist())

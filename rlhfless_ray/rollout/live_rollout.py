@@ -15,6 +15,7 @@ import numpy as np
 
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
@@ -25,7 +26,7 @@ from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.token_log import TokenLog
-from rlhfless_ray.types import Completion, EngineStep, Request, WeightVersion
+from rlhfless_ray.types import Completion, Request, WeightVersion
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,6 @@ class LiveRollout:
                     self.migrations.move(np.array(part), number, target, reason)
 
 
-def median_step_s(steps: list[EngineStep]) -> float:
+def median_step_s(steps: EngineSteps) -> float:
     """Return the median time of a token in the newest decode steps, in seconds."""
-    return float(np.median([s.token_s for s in steps[-64:]])) if steps else 0.0
+    return float(np.median([step.token_s for step in steps.newest(64)])) if len(steps) else 0.0

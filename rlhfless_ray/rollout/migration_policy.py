@@ -16,11 +16,11 @@ from placement.migration.decide_moves import LiveState, Moves, cut_at_share, dec
 from placement.migration.move_search import Settings
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.rollout.events import Event, RolloutProgress, TokensArrived
 from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
 from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 from rlhfless_ray.rollout.token_log import TokenLog
-from rlhfless_ray.types import EngineStep
 
 DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
 RECENT = 64  # newest step records, which determine the present speed
@@ -158,7 +158,7 @@ class MigrationPolicy(Plugin):
         self.cost_weight = float(np.clip(1 / max(second, 1e-9), MIN_COST_WEIGHT, MAX_COST_WEIGHT))
         self.group = np.arange(len(lengths)) // samples
 
-    def decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
+    def decide(self, token_log: TokenLog, engines: list[int], steps: EngineSteps) -> MigrationRequests:
         """Decide the moves to make now.
 
         `engines`: numbers of the available engines. `steps`: step records so far. Moves only save time or leases, so after a
@@ -172,7 +172,7 @@ class MigrationPolicy(Plugin):
         self.has_failed = True
         return MigrationRequests()
 
-    def _decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
+    def _decide(self, token_log: TokenLog, engines: list[int], steps: EngineSteps) -> MigrationRequests:
         live = np.flatnonzero(~token_log.finished)
         place = {number: at for at, number in enumerate(engines)}
         actor = np.array([place.get(number, -1) for number in token_log.owner.tolist()])
@@ -227,11 +227,11 @@ class MigrationPolicy(Plugin):
                 return moves
         return replace(moves, actor=state.actor, moves=(), reason="moves would cost more than they save")
 
-    def _present_speed(self, steps: list[EngineStep]) -> Speed:
+    def _present_speed(self, steps: EngineSteps) -> Speed:
         """Return the fitted speed, scaled to the newest steps: the first rollout has no fit, and machines vary."""
         if not steps:
             return self.speed
-        pairs = [(s.token_s, self.speed.step_s(s.running, s.context_tokens)) for s in steps[-RECENT:] if s.new_tokens <= s.running]
+        pairs = [(s.token_s, self.speed.step_s(s.running, s.context_tokens)) for s in steps.newest(RECENT) if s.new_tokens <= s.running]
         if not pairs:
             return self.speed
         factor = float(np.median([seconds / max(predicted, 1e-9) for seconds, predicted in pairs]))

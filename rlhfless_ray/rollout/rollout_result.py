@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.rollout.inflight_migrations import MigrationStats
 from rlhfless_ray.types import Completion, EngineStep
 
@@ -22,7 +23,7 @@ class RolloutResult:
 
     completions: dict[int, Completion] = field(default_factory=dict)
     unfinished: list[Completion] = field(default_factory=list)  # of a rollout that ended early
-    steps: list[EngineStep] = field(default_factory=list)
+    steps: EngineSteps = field(default_factory=EngineSteps)
     decode_s: dict[str, float] = field(default_factory=dict)  # by instance: seconds in its engine's steps
     loads: list[tuple[str, float]] = field(default_factory=list)  # (node, seconds) of each load of weights
     moved: list[MigrationStats] = field(default_factory=list)
@@ -35,6 +36,10 @@ class RolloutResult:
 
     def metrics(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return metrics of moves and lost engines for the step's row. `before`: metrics of the step's earlier rollout."""
+
+        def total(column: str) -> int:
+            return int(self.steps.column(column).sum())
+
         seconds = [move.seconds for move in self.moved]
         sums = {
             "rollout/moved": len(seconds),
@@ -42,10 +47,10 @@ class RolloutResult:
             "rollout/moved_by_pages": sum(move.how == "pages" for move in self.moved),
             "rollout/move_fallbacks": sum(move.fell_back for move in self.moved),
             "rollout/move_decisions": len(self.decisions),
-            "rollout/drafted": sum(step.drafted for step in self.steps),
-            "rollout/drafts_accepted": sum(step.accepted for step in self.steps),
-            "rollout/model_drafted": sum(step.by_model[0] for step in self.steps),
-            "rollout/model_drafts_accepted": sum(step.by_model[1] for step in self.steps),
+            "rollout/drafted": total("drafted"),
+            "rollout/drafts_accepted": total("accepted"),
+            "rollout/model_drafted": total("model_drafted"),
+            "rollout/model_drafts_accepted": total("model_accepted"),
             "rollout/drafts_saved_s": self.drafts_saved_s,
             "rollout/engine_steps": len(self.steps),
             "rollout/orphans": self.orphans,
@@ -53,7 +58,7 @@ class RolloutResult:
             **self.exchanged,
         }
         if sums["rollout/drafted"] or f"rollout/drafts_from_{DRAFT_BANDS[0]}_steps" in (before or {}):
-            sums |= drafts_by_band(self.steps)
+            sums |= drafts_by_band(self.steps.newest(len(self.steps)))
         return {
             **{name: value + (before or {}).get(name, 0) for name, value in sums.items()},
             "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,

@@ -11,13 +11,14 @@ import numpy as np
 import xxhash
 
 from placement.drafting import Learned, News
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_calls import Attached
 from rlhfless_ray.rollout.events import Event, RolloutEnded, TokensArrived
 from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 from rlhfless_ray.rollout.token_log import NO_ENGINE
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
-from rlhfless_ray.types import EngineStep, Request
+from rlhfless_ray.types import Request
 
 KEPT_TOKENS = 100_000  # tokens of responses of earlier steps. A checkpoint has them as numbers, about 0.6 MB
 
@@ -115,7 +116,7 @@ class SharedDrafts(Plugin):
         """Record which of an engine's drafts were accepted."""
         self.learned.acceptance.merge(observed)
 
-    def end(self, steps: Sequence[EngineStep]) -> None:
+    def end(self, steps: EngineSteps) -> None:
         """Fit the step times to the rollout's engine steps, and keep its responses."""
         times = self.learned.times
         for has_drafts in (False, True):
@@ -133,7 +134,7 @@ class SharedDrafts(Plugin):
         while self.total > self.kept_tokens:
             self.total -= sum(len(text.tokens) for text in self.earlier.pop(next(iter(self.earlier))))
 
-    def saved_s(self, steps: Iterable[EngineStep]) -> float:
+    def saved_s(self, steps: EngineSteps) -> float:
         """Return the engines' time that drafts saved in these steps against decoding without, by the fitted step times."""
         times = self.learned.times
         return sum(times.saved_s(step.running, step.context_tokens, step.drafted, step.accepted) - step.draft_s for step in steps)

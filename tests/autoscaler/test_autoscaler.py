@@ -22,6 +22,7 @@ from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import response_tokens
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease, Slot
@@ -82,7 +83,7 @@ def answers(asked: list[Prompt], seed: int = 0) -> list[Sample]:
 def trained(auto: Autoscaler, steps: int = 6) -> Autoscaler:
     for step in range(steps):
         auto.observe_samples(prompts(), answers(prompts(), step))
-        auto.observe_rollout([EngineStep(n, n, 20 * n, SPEED.step_s(n)) for n in range(1, 65)], 0.05)
+        auto.observe_rollout(EngineSteps(EngineStep(n, n, 20 * n, SPEED.step_s(n)) for n in range(1, 65)), 0.05)
     auto.learn()
     return auto
 
@@ -340,7 +341,7 @@ def test_nothing_that_concerns_planning_only_ends_a_run(monkeypatch):
     assert scenarios.lengths.shape == (64, 64) and (scenarios.lengths == 100).all()
     assert auto.expected(prompts()).shape == (16,)
     auto.observe_samples(prompts(), answers(prompts()))
-    auto.observe_rollout([EngineStep(1, 1, 1, 0.01)], 0.01)
+    auto.observe_rollout(EngineSteps([EngineStep(1, 1, 1, 0.01)]), 0.01)
     assert auto.quality(scenarios, answers(prompts()), prompts(), 2) == {"pool/rollout_actors": 0}
     assert auto.plan(scenarios, prompts(), 2, step=1, warm=2).actors >= 1
     assert auto.size_learner(answers(prompts())).actors == auto.learner_slots

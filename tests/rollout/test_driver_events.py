@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, RayError
 
 from placement.scaling.resize_policy import Hold
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, STOP, TokenDeltas
@@ -54,7 +56,11 @@ class Engine:
                 raise RunError("the engine ends the run")
             cut = {key for command in self.commands for key in command.cut} & live
             ends = {key: CUT if key in cut else STOP if at == TOKENS - 1 else GOES_ON for key in sorted(live)}
-            yield TokenDeltas.of(1, [(key, at, 1, end) for key, end in ends.items()], [at] * len(live), np.zeros(len(live))), [], []
+            yield (
+                TokenDeltas.of(1, [(key, at, 1, end) for key, end in ends.items()], [at] * len(live), np.zeros(len(live))),
+                EngineSteps(),
+                [],
+            )
             live -= cut
 
 
@@ -146,3 +152,31 @@ def test_a_report_does_not_make_the_driver_visit_every_engine(monkeypatch: pytes
     engines = [Engine(number) for number in range(40)]
     rollout_of(engines, []).run(shares(40), 900.0)
     assert len(visits) < 40 * TOKENS / 5
+
+
+def test_reports_that_have_arrived_are_fetched_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[int] = []
+    monkeypatch.setattr(ray, "get", lambda refs: fetched.append(len(refs)) or refs)
+    result = rollout_of([Engine(number) for number in range(5)], []).run(shares(5), 9.0)
+    assert fetched == [5] * TOKENS + [0] and len(result.completions) == 10
+
+
+def test_of_reports_that_are_fetched_together_only_the_failed_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[int] = []
+
+    def get(refs: Any) -> Any:
+        if any(isinstance(ref, RayError) for ref in (refs if isinstance(refs, list) else [refs])):
+            raise ActorDiedError
+        return refs
+
+    class Dying(Engine):
+        def generate(self, *call: Any, **attached: Any) -> Iterator[Any]:
+            yield next(super().generate(*call, **attached))
+            yield ActorDiedError()
+
+    monkeypatch.setattr(ray, "get", get)
+    rollout = rollout_of([Engine(0), Dying(1), Engine(2)], [])
+    monkeypatch.setattr(rollout.lost, "handle_death", lambda call, error: lost.append(call.number))
+    with pytest.raises(RunError, match="2 of 6 responses are missing"):
+        rollout.run(shares(3), 9.0)
+    assert lost == [1] and sorted(rollout.token_log.completions) == [0, 1, 4, 5]

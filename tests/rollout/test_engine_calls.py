@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls
+import numpy as np
+
+from rlhfless_ray.rollout.engine_calls import MOST_REPORTS, EngineCall, EngineCalls
 
 
 class Compared:
@@ -40,3 +42,19 @@ def test_an_engine_that_still_starts_takes_no_requests_from_others() -> None:
     calls.pool.working = engines  # type: ignore[misc]
     engines[1].started = True
     assert calls.available() == [0, 1, 2]
+
+
+def test_many_engines_report_less_often() -> None:
+    """A report costs the driver the same however many tokens it contains."""
+    asked: list[float] = []
+
+    class Actor:
+        def options(self, **_: Any) -> Any:
+            return SimpleNamespace(remote=lambda epoch, requests, interval_s, threads: asked.append(interval_s) or epoch)
+
+    token_log: Any = SimpleNamespace(assign=lambda keys, number: [])
+    for count in (8, 512):
+        engines: list[Any] = [SimpleNamespace(actor=SimpleNamespace(rollout=Actor()), leases=[]) for _ in range(count)]
+        calls = EngineCalls(SimpleNamespace(working=engines), token_log, 0.25, lambda number, requests: {})  # type: ignore[arg-type]
+        calls.send(calls.number(engines[0]), np.array([0]))
+    assert asked == [0.25, 512 / MOST_REPORTS] and asked[1] > 1

@@ -8,6 +8,7 @@ import pytest
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.token_log import TokenLog
@@ -38,25 +39,25 @@ def test_tau_moves_the_rest_of_an_engine_once_that_share_has_finished() -> None:
     """Engines 3, 5 and 8 began with four each; three of engine 5's have finished, and one of engine 8's has made room."""
     owner = [3] * 4 + [5] * 4 + [8] * 4
     state = progressed(owner, [50] * 12, [4, 5, 6, 8])
-    moves = begun("tau", [100.0] * 12).decide(state, [3, 5, 8], [])
+    moves = begun("tau", [100.0] * 12).decide(state, [3, 5, 8], EngineSteps())
     assert [(w.requests.tolist(), w.source, w.target) for w in moves.moves] == [([7], 5, 8)]
-    assert begun("tau", [100.0] * 12, tau=0.9).decide(state, [3, 5, 8], []).moves == ()
+    assert begun("tau", [100.0] * 12, tau=0.9).decide(state, [3, 5, 8], EngineSteps()).moves == ()
 
 
 def test_auto_consolidates_the_tail_only_when_leases_cost() -> None:
     owner = [0] * 8 + [1] * 8
     state = progressed(owner, [100] * 16, [*range(7), *range(8, 15)])
-    cheap = begun("auto", [150.0] * 16, second=0.2).decide(state, [0, 1], [])
+    cheap = begun("auto", [150.0] * 16, second=0.2).decide(state, [0, 1], EngineSteps())
     assert len(cheap.moves) == 1 and len(cheap.moves[0].requests) == 1
     assert {cheap.moves[0].source, cheap.moves[0].target} == {0, 1} and cheap.reason
-    assert begun("auto", [150.0] * 16, second=1e6).decide(state, [0, 1], []).moves == ()
+    assert begun("auto", [150.0] * 16, second=1e6).decide(state, [0, 1], EngineSteps()).moves == ()
 
 
 def test_auto_spreads_requests_to_an_idle_engine() -> None:
     slow = Speed(base_s=0.01, per_seq_s=0.01)
     migration = MigrationPolicy("auto", 0.7)
     migration.prepare(forecasts([1000.0] * 16), slow, 100.0)
-    moves = migration.decide(progressed([0] * 16, [10] * 16, []), [0, 1], [])
+    moves = migration.decide(progressed([0] * 16, [10] * 16, []), [0, 1], EngineSteps())
     assert moves.moves and {(w.source, w.target) for w in moves.moves} == {(0, 1)} and moves.time_saved_s > 1
     assert 4 <= sum(len(w.requests) for w in moves.moves) <= 12
 
@@ -67,7 +68,7 @@ def test_an_expensive_move_is_not_made() -> None:
     migration = begun("auto", [150.0] * 16, second=0.2)
     for _ in range(8):
         migration.observe(110, 60.0)
-    assert migration.decide(state, [0, 1], []).moves == ()
+    assert migration.decide(state, [0, 1], EngineSteps()).moves == ()
 
 
 def test_many_moves_must_pay_for_computing_their_contexts_again() -> None:
@@ -77,24 +78,24 @@ def test_many_moves_must_pay_for_computing_their_contexts_again() -> None:
     for token_s, pays in ((1e-5, True), (0.16, False)):
         migration = MigrationPolicy("auto", 0.7)
         migration.prepare(forecasts([1000.0] * 16), slow, 100.0, token_s)
-        moves = migration.decide(progressed([0] * 16, [600] * 16, []), [0, 1], [])
+        moves = migration.decide(progressed([0] * 16, [600] * 16, []), [0, 1], EngineSteps())
         assert bool(moves.moves) == pays and moves.reason
 
 
 def test_without_another_engine_the_planner_is_not_called() -> None:
     migration = begun("auto", [150.0] * 4)
-    assert migration.decide(progressed([0] * 4, [9] * 4, []), [0], []).moves == ()
-    assert migration.decide(progressed([0, 0, 1, 2], [9] * 4, []), [0, 1], []).moves == ()  # engine 2 is not there yet
-    assert migration.decide(progressed([0, 0, 1, 1], [9] * 4, [0, 1, 2, 3]), [0, 1], []).moves == ()
+    assert migration.decide(progressed([0] * 4, [9] * 4, []), [0], EngineSteps()).moves == ()
+    assert migration.decide(progressed([0, 0, 1, 2], [9] * 4, []), [0, 1], EngineSteps()).moves == ()  # engine 2 is not there yet
+    assert migration.decide(progressed([0, 0, 1, 1], [9] * 4, [0, 1, 2, 3]), [0, 1], EngineSteps()).moves == ()
 
 
 def test_the_fitted_speed_is_scaled_to_the_newest_steps() -> None:
     migration = begun("auto", [100.0])
     old = [EngineStep(4, 4, 0, 9.0)] * 100
     new = [EngineStep(4, 4, 0, 3 * SPEED.step_s(4)), EngineStep(4, 400, 0, 50.0)] * 64  # prefill shows nothing of decoding
-    found = migration._present_speed(old + new)
+    found = migration._present_speed(EngineSteps(old + new))
     assert (found.base_s, found.per_seq_s) == pytest.approx((3 * SPEED.base_s, 3 * SPEED.per_seq_s))
-    assert migration._present_speed([]) == SPEED
+    assert migration._present_speed(EngineSteps()) == SPEED
 
 
 def test_each_context_takes_the_faster_method_and_requests_without_tokens_are_computed() -> None:
@@ -138,8 +139,8 @@ def test_a_failed_decision_ends_only_the_moves_of_its_rollout(monkeypatch: pytes
     crowd = progressed([0] * 16, [10] * 16, [])
     with monkeypatch.context() as patched:
         patched.setattr(migration, "_best", lambda *_: 1 / 0)
-        assert not migration.decide(crowd, [0, 1], []).moves
-    assert not migration.decide(crowd, [0, 1], []).moves, "not asked again in this rollout"
+        assert not migration.decide(crowd, [0, 1], EngineSteps()).moves
+    assert not migration.decide(crowd, [0, 1], EngineSteps()).moves, "not asked again in this rollout"
     assert autoscaler.troubles == ["deciding on moves failed (ZeroDivisionError: division by zero)"]
     migration.prepare(forecasts([1000.0] * 16), slow, 100.0)
-    assert migration.decide(crowd, [0, 1], []).moves
+    assert migration.decide(crowd, [0, 1], EngineSteps()).moves

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from placement.scaling.resize_policy import Decision, Hold, Release
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import start_actor
@@ -86,7 +87,7 @@ def engine_class(accepts_commands: bool = True) -> type:
             start = last = time.time()
             log = open(f"{self.log}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
 
-            def progress(cut: set[int]) -> tuple[TokenDeltas, list[EngineStep], list[Span]]:
+            def progress(cut: set[int]) -> tuple[TokenDeltas, EngineSteps, list[Span]]:
                 nonlocal start
                 news, tokens, logprobs = [], [], []
                 for key, one in list(live.items()):
@@ -103,7 +104,7 @@ def engine_class(accepts_commands: bool = True) -> type:
                 deltas = TokenDeltas.of(self.version, news, tokens, np.array(logprobs))
                 return (
                     replace(deltas, observed=[(np.array([3, 4]), np.array([True, False]))]),
-                    [EngineStep(1, 1, 1, token_s, work_s=token_s)],
+                    EngineSteps([EngineStep(1, 1, 1, token_s, work_s=token_s)]),
                     [span],
                 )
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from placement.drafting import HALF_LIFE, Draft, Drafts
+from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.engine.control_queue import DraftNews
 from rlhfless_ray.engine.token_deltas import GOES_ON, STOP, TokenDeltas
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
@@ -54,14 +55,14 @@ def test_a_response_of_an_earlier_rollout_is_sent_and_kept_once() -> None:
     shared.for_call(0, "engine 0", [0, 1])
     report(first, 0, 0, [5, 6], STOP)
     report(first, 0, 1, [7])
-    shared.end([])
+    shared.end(EngineSteps())
     again = TokenLog(requests, {one.key: one for one in [first.completions[0], *first.unfinished(1)]})
     shared.begin(rollout_of(again))
     for number in (0, 1):
         again.assign(np.array([1]), number)
         engines.receive(number, shared.for_call(number, f"engine {number}", [1]))
     assert (engines.texts(0), engines.texts(1)) == ([], [[5, 6]]), "engine 0 has written it"
-    shared.end([])
+    shared.end(EngineSteps())
     assert [text.tokens.tolist() for texts in shared.earlier.values() for text in texts] == [[5, 6]] and shared.total == 2
 
 
@@ -94,7 +95,7 @@ def test_tokens_are_sent_once_to_siblings_and_whole_to_later_steps() -> None:
     report(log, 0, 0, [4], STOP)
     assert shared.spread([0], 0) == {}, "no sibling goes on"
     report(log, 1, 2, [3], STOP)
-    shared.end([])
+    shared.end(EngineSteps())
 
     resumed = SharedDrafts()
     resumed.restore(json.loads(json.dumps(shared.state())))
@@ -122,7 +123,7 @@ def test_the_least_recently_used_prompts_are_dropped_beyond_the_token_limit() ->
         log.assign(np.array([0]), 0)
         shared.for_call(0, "e", [0])
         report(log, 0, 0, [number] * 10, STOP)
-        shared.end([])
+        shared.end(EngineSteps())
         assert shared.total == sum(len(text.tokens) for texts in shared.earlier.values() for text in texts) <= 25
     assert [[int(text.tokens[0]) for text in texts] for texts in shared.earlier.values()] == [[3]]
 
@@ -134,7 +135,7 @@ def test_step_times_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     steps = [EngineStep(4, 4, 100, 9.0, drafted=k % 3, draft_s=0.002 * (k % 3 > 0), work_s=0.012 + 0.001 * (k % 3)) for k in range(64)]
     shared.observe([one])
     shared.observe([other])
-    shared.end([*steps, EngineStep(4, 90, 100, 9.0)])  # a step with prompts shows nothing
+    shared.end(EngineSteps([*steps, EngineStep(4, 90, 100, 9.0)]))  # a step with prompts shows nothing
     learned = shared.for_call(0, "e", [0]).learned
     age = 0.5 ** (65 / HALF_LIFE)  # of an engine that made 65 steps
     assert learned["cells"] == [3, 4]
