@@ -76,6 +76,8 @@ class RolloutDriver:
         finally:
             for plugin in rollout.plugins:
                 plugin.close()
+            # plugins of a run keep their last rollout, and a node that holds weights for it is not idle
+            rollout.weights = WeightVersion(rollout.weights.version, ())
         rollout.emit(RolloutEnded())
         if rollout.stopping:
             result.unfinished = source.unfinished()
