@@ -36,6 +36,7 @@ class Learner:
 
     def __init__(self, apart: float, moved: float = 1e-6) -> None:
         self.apart, self.moved, self.asked, self.working, self.ranks, self.slots = apart, moved, [], True, 1, 1
+        self.storage = SimpleNamespace(model=self.model)
 
     def compute(self, what: str, batch: Any, temperature: float, top_p: float, top_k: int, noisy: bool = False) -> dict[str, np.ndarray]:
         if not noisy:
