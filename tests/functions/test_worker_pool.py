@@ -295,7 +295,7 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
     terms = SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None))
     autoscaler = SimpleNamespace(terms=terms, safely=None)
     recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig(), agent=AgentConfig())
-    leases: Any = SimpleNamespace(release=release)
+    leases: Any = SimpleNamespace(release=release, ledger=engines.leases.ledger)
     context = RunContext(recipe, SlotBroker(leases), None, None, autoscaler, None)  # type: ignore[arg-type]
     stage = RolloutStage(context, engines, None, None, 0)  # type: ignore[arg-type]
     ray.get(drained.opened, timeout=120)
