@@ -18,7 +18,7 @@ import ray
 
 from benchmarks.common.call_hooks import call_after, call_before
 from benchmarks.common.fault_injection import kill, pid_of
-from benchmarks.common.replay import ReplayedLearner
+from benchmarks.common.replay import WEIGHT, ReplayedLearner
 from benchmarks.common.replay_setup import ReplaySetup, build, recipe_for, synthetic_lengths
 from benchmarks.common.replayed_runtime import ReplayedRuntime
 from rlhfless_ray.common.errors import RunError
@@ -74,7 +74,7 @@ Script = dict[tuple[int, str], Callable[["Hit"], None]]  # what happens in which
 
 
 class Hit(ReplayedRuntime):
-    """Does something at moments of steps, and writes down the checksum of every version that was published."""
+    """Does something at moments of steps, and writes down what was learned in every version that was published."""
 
     def __init__(self, recipe: Recipe, script: Script | None = None) -> None:
         super().__init__(recipe)
@@ -100,7 +100,7 @@ class Hit(ReplayedRuntime):
     def _published(self) -> None:
         weights = self.parts.session.weights
         assert weights is not None and weights.version not in self.published
-        self.published[weights.version] = weights.checksum
+        self.published[weights.version] = ray.get(weights.digests, timeout=60)[WEIGHT]
         self.now("published")
 
     def rows(self) -> list[dict[str, Any]]:
