@@ -205,7 +205,9 @@ class Heavy(ReplayedLearner):
     """Its weights are too large to travel with the word that they are there: they lie on its node."""
 
     def weights(self) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
-        weights = {**super().weights()[0], **whole_slices({"more": np.zeros(2**20, np.uint8)})}
+        weights = super().weights()[0]
+        if weights:
+            weights = {**weights, **whole_slices({"more": np.zeros(2**20, np.uint8)})}
         return weights, (digests(weights), [])
 
 

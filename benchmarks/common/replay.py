@@ -239,7 +239,7 @@ class ReplayedLearner:
     every batch in order, so a batch that is lost, learned twice or in another order shows in its weights."""
 
     def __init__(self, settings: RankSettings) -> None:
-        self.learn_s, self.algorithm = 0.0, settings.algorithm
+        self.learn_s, self.algorithm, self.rank = 0.0, settings.algorithm, settings.rank
         self.digest, self.updates, self.early = bytes(8), 0, b""
 
     def open(self, threads: int) -> dict[str, Any]:
@@ -273,7 +273,8 @@ class ReplayedLearner:
         return nothing, [Span("work", "update (replayed)", start, start + seconds)]
 
     def weights(self) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
-        weights = whole_slices({WEIGHT: np.frombuffer(self.digest, np.uint8)})
+        """The first rank has all."""
+        weights = {} if self.rank else whole_slices({WEIGHT: np.frombuffer(self.digest, np.uint8)})
         return weights, (digests(weights), [])
 
     def _state(self) -> dict[str, bytes]:

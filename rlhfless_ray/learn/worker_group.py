@@ -444,17 +444,15 @@ class WorkerGroup:
 
         replies = self._call_until_answered(ask, "the learner to publish weights")
         self._record_spans(spans for _, spans in replies)
-        told = [digests for digests, _ in replies]  # a digest of each piece; of a replayed learner one number, whose first rank has all
-        total, digests, full = told[0], None, [0]
-        if isinstance(total, dict):
-            digest_of = {name: digest for of_rank in told for name, digest in of_rank.items()}
-            differing = {name for of_rank in told for name, digest in of_rank.items() if digest_of[name] != digest}
-            if differing:
-                # DDP's drift: at ZeRO 1 and 2 each weight is computed by one rank, which sends it to the others
-                why = "" if self.zero_stage else " At learner.zero_stage 0 each computes all of them, and unlike devices round differently."
-                cure = "continue with --resume" if self.zero_stage else "set learner.zero_stage=1 and continue with --resume"
-                raise RunError(f"ranks of the learner hold different weights: {listed(sorted(differing))}.{why} To go on, {cure}")
-            total, digests, full = combined(digest_of), ray.put(digest_of), [rank for rank, of_rank in enumerate(told) if of_rank]
+        told = [digests for digests, _ in replies]
+        digest_of = {name: digest for of_rank in told for name, digest in of_rank.items()}
+        differing = {name for of_rank in told for name, digest in of_rank.items() if digest_of[name] != digest}
+        if differing:
+            # DDP's drift: at ZeRO 1 and 2 each weight is computed by one rank, which sends it to the others
+            why = "" if self.zero_stage else " At learner.zero_stage 0 each computes all of them, and unlike devices round differently."
+            cure = "continue with --resume" if self.zero_stage else "set learner.zero_stage=1 and continue with --resume"
+            raise RunError(f"ranks of the learner hold different weights: {listed(sorted(differing))}.{why} To go on, {cure}")
+        total, digests, full = combined(digest_of), ray.put(digest_of), [rank for rank, of_rank in enumerate(told) if of_rank]
         held = [(shards[rank], self.by_rank[rank].slot.node) for rank in full]
         by_node = {node: tuple(shard for shard, where in held if where == node) for _, node in held}
         if self.reads_published:
