@@ -27,16 +27,17 @@ class Killing(HookedRun):
     killed: ClassVar[list[int]] = []
 
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
-        on_progress = self.rollout_stage._on_progress
+        stage = self.parts.stages.rollout
+        on_progress = stage._on_progress
 
         def look(done: int, total: int) -> None:
             if step.number == 2 and not self.killed and 0 < done < total:
-                core = next(one for one in psutil.Process(pid_of(self.rollout.working[0])).children() if "EngineCore" in one.name())
+                core = next(one for one in psutil.Process(pid_of(stage.pool.working[0])).children() if "EngineCore" in one.name())
                 self.killed.append(core.pid)
                 os.kill(core.pid, signal.SIGKILL)
             on_progress(done, total)
 
-        self.rollout_stage._on_progress = look  # type: ignore[method-assign]
+        stage._on_progress = look  # type: ignore[method-assign]
         return roll_out()
 
 
@@ -45,7 +46,7 @@ def test_a_run_with_stock_engines_trains_loses_one_and_resumes(tmp_path: Path) -
     tree = small_recipe(tmp_path, **settings, run__steps=3)
     with Killing(Recipe.parse(tree)) as run:
         steps = list(run)
-    assert len(run.killed) == 1 and run.rollout.replacements == 1
+    assert len(run.killed) == 1 and run.parts.stages.rollout.pool.replacements == 1
     assert [len(step.samples) for step in steps] == [32, 32, 32]
     folder = tmp_path / "runs" / "small"
     told = rows(folder, 1)
