@@ -140,7 +140,7 @@ class RolloutConfig(Section):
     that moves between engines is recomputed."""
     stream_interval_s: float = Field(0.25, gt=0)
     """Interval at which engines stream new tokens to the driver. Tokens that were not streamed are generated again if the engine
-    dies."""
+    dies. From some hundred engines on it is longer: all together send at most 500 reports a second."""
     migrate: Annotated[Literal["off", "tau", "auto"], OffIsAWord] = "auto"
     """Move responses between engines while they are generated. `auto`: when the planner expects it to save time or leases. `tau`:
     the rule of the RLHFless paper: an engine hands on its other responses once a share `migrate_tau` has finished. `off`: never."""
