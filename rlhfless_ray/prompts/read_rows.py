@@ -168,7 +168,7 @@ def without_null_values(value: Any) -> Any:
     return {key: without_null_values(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
     return {list: "a list", str: "a string", dict: "an object", type(None): "null"}.get(type(value), "a number")
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfless_ray.common.data_files import read_data_file
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.formatting import are_shares, finite, finite_values, number, round_up
 
-Row = dict[str, Any]
+Row = JsonObject
 MAX_POINTS = 500  # per line: more are not visible and slow the page down
 
 

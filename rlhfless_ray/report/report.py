@@ -128,7 +128,7 @@ def _present(*charts: Chart | None) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """Encode as JSON that cannot close the script element which contains it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for character in "<>&\u2028\u2029":

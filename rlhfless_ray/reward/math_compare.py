@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from rlhfless_ray.reward.math_evaluation import ExpressionEvaluation, is_equal_value, is_real, ratio
+from rlhfless_ray.reward.math_evaluation import ExpressionEvaluation, Number, is_equal_value, is_real, ratio
 from rlhfless_ray.reward.math_expression import MAX_DEPTH, Node, TooLarge, UnreadableExpression, parse_expression, variables
 from rlhfless_ray.reward.math_form import FLIPPED, Form, Piece, as_region, read_form, words_of
 from rlhfless_ray.reward.math_notation import join_comma_groups, normalize_notation, without_spaces
@@ -203,7 +203,7 @@ class _Comparison:
             factors = [Fraction(1), Fraction(100)]
         return any(self.is_equal_tree(gold_tree, _scaled(answer_tree, factor)) for factor in factors)
 
-    def at(self, tree: Node, point: int, is_gold: bool) -> Any:
+    def at(self, tree: Node, point: int, is_gold: bool) -> Number:
         """Return the value at a point, None if there is none, NaN if it is too large."""
         try:
             return (self.gold if is_gold else self.answer).at(tree, point)
@@ -234,7 +234,7 @@ class _Comparison:
             if left is None or right is None:
                 return False
             trees.append(("sum", left, ("negative", right)))
-        ratios: list[Any] = []
+        ratios: list[Number] = []
         for point in range(POINTS):
             values = [self.at(tree, point, is_gold) for tree, is_gold in zip(trees, (True, False), strict=True)]
             if None in values or any(value != value for value in values) or (values[0] == 0) != (values[1] == 0):
