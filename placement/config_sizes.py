@@ -68,5 +68,5 @@ def _uneven(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}…"

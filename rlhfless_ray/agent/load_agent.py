@@ -100,7 +100,7 @@ class Player:
                 )
             )
 
-    async def play(self, prompt: str, label: Any, sampling_params: Any, generate: Generate) -> Episode | str:
+    async def play(self, prompt: str, label: object, sampling_params: object, generate: Generate) -> Episode | str:
         """Play one prompt. Returns the episode, or an error message."""
         _GENERATE.set(generate)
         try:
@@ -113,7 +113,7 @@ class Player:
                 raise  # by the caller, not by the agent, which may cancel tasks of its own
             return describe_exception(error, self.source.file)
 
-    async def _result(self, prompt: str, label: Any, params: Any, llm_engine: AgentEngine) -> Any:
+    async def _result(self, prompt: str, label: object, params: object, llm_engine: AgentEngine) -> Any:
         context = (self.max_length, self.tokenizer, llm_engine)
         if self.source.contract == "step":
             # a fresh module per sample, because files of this contract count their turns in globals
@@ -136,7 +136,7 @@ _RESULTS: ContextVar[list[Any]] = ContextVar("results of the current sample")
 _GENERATE: ContextVar[Generate] = ContextVar("generate function of the current sample")
 
 
-async def _generate_for_sample(token_ids: list[int], sampling_params: Any) -> Any:
+async def _generate_for_sample(token_ids: list[int], sampling_params: object) -> Any:
     """Call the current sample's `generate`, for executors that get their engine before any sample."""
     return await _GENERATE.get()(token_ids, sampling_params)
 
@@ -144,10 +144,10 @@ async def _generate_for_sample(token_ids: list[int], sampling_params: Any) -> An
 class _ResultQueue:
     """The result queue of 0.8.7 to 0.9.0. A result belongs to the sample whose task puts it."""
 
-    async def put(self, result: Any) -> None:
+    async def put(self, result: object) -> None:
         _RESULTS.get().append(result)
 
-    def put_nowait(self, result: Any) -> None:
+    def put_nowait(self, result: object) -> None:
         _RESULTS.get().append(result)
 
 

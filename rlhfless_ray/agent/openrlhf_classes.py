@@ -13,10 +13,10 @@ class AgentInstanceBase:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    async def reset(self, states: dict[str, Any], **kwargs: object) -> dict[str, Any]:
         return states
 
-    async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    async def step(self, state_dict: dict[str, Any], **kwargs: object) -> dict[str, Any]:
         raise NotImplementedError(f"{type(self).__name__}.step is not implemented")
 
 
@@ -81,7 +81,7 @@ class _OwnGenerate:
     def __init__(self, executor: AgentExecutorBase) -> None:
         self.executor = executor
 
-    async def generate(self, token_ids: list[int], sampling_params: Any) -> Any:
+    async def generate(self, token_ids: list[int], sampling_params: object) -> Any:
         return await self.executor.generate(token_ids, sampling_params)
 
 

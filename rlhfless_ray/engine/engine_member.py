@@ -53,7 +53,7 @@ class MemberWorker:
         self.sampler.records.clear()
         self.sampler.outputs.clear()
 
-    def run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, method: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from vllm.v1.serial_utils import run_method
 
         return run_method(self.worker, method, args, kwargs)

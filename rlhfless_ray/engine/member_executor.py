@@ -40,7 +40,7 @@ class MemberExecutor(UniProcExecutor):
 
     def collective_rpc(
         self,
-        method: Any,
+        method: object,
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,

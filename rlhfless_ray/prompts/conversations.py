@@ -92,7 +92,7 @@ def _are_turns(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in value)
 
 
-def _calls(calls: Any, is_padded: bool) -> Any:
+def _calls(calls: object, is_padded: bool) -> Any:
     if isinstance(calls, str):
         try:
             calls = json.loads(calls) if calls.strip() else None

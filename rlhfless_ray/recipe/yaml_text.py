@@ -80,7 +80,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         number.text = text
         return number
 
-    def construct_word(self, node: Any) -> object:
+    def construct_word(self, node: object) -> object:
         text = self.construct_scalar(node)
         return switch(text) if text.lower() in ("true", "false") else Word(text)
 

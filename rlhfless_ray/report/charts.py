@@ -75,7 +75,7 @@ def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **options
     return trace | {"marker": {"size": 5, "color": colour}, "cliponaxis": False} | options
 
 
-def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **options: Any) -> list[Row]:
+def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **options: object) -> list[Row]:
     """Return a line trace, thinned, of each metric that the run has. `metrics`: (key, name, colour, dash)."""
     return [
         line(xs, ys, name, colour, style={"dash": dash}, **options)
@@ -94,7 +94,7 @@ def line_charts(part: str, rows: Sequence[Row]) -> list[Chart]:
     return [chart for chart in charts if chart.data]
 
 
-def markers(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, symbol: str, size: int = 8, **options: Any) -> Row:
+def markers(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, symbol: str, size: int = 8, **options: object) -> Row:
     """Return a trace of single points."""
     trace = {"type": "scatter", "mode": "markers", "x": list(xs), "y": list(ys), "name": name}
     return trace | {"marker": {"symbol": symbol, "size": size, "color": colour}} | options

@@ -31,7 +31,7 @@ CONNECT_S, POLL_S = 5.0, 0.5
 SLACK_S = 1.0  # for a call that returns just in time
 
 
-def dry_call(source: Any, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, timeout_s: float, label_column: str = "") -> None:
+def dry_call(source: object, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, timeout_s: float, label_column: str = "") -> None:
     """Score made-up responses to the first prompts: empty ones and the labels themselves.
 
     Raises UserError if the function of a file fails for all of them, hangs or ends its process, or if no server of an HTTP source accepts
@@ -50,7 +50,7 @@ def dry_call(source: Any, prompts: list[Prompt], tokenizer: PreTrainedTokenizerB
         raise UserError(f"{where}: it fails in a dry call with made-up responses: {scores[0].error}")
 
 
-def check_references(source: Any, prompts: Sequence[Prompt]) -> str | None:
+def check_references(source: object, prompts: Sequence[Prompt]) -> str | None:
     """Return a note on references that `math` compares only as text. Raises UserError for a prompt without one that it can read."""
     if not isinstance(source, RewardSource) or source.kind != "math":
         return None

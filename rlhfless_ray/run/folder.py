@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import yaml
@@ -272,7 +272,7 @@ class RunFolder:
         """Leave the status to the watcher, which writes the run's last words."""
         self.is_left = True
 
-    def write_status(self, **changes: Any) -> None:
+    def write_status(self, **changes: object) -> None:
         self.status.update(changes)
         if self.is_left:
             return

@@ -46,7 +46,7 @@ class ConversationReader:
             self.renderer = ChatRenderer(tokenizer, is_own=is_flag if self.has_flags else None, refuse_calls=self.data.contract == "own")
             self.cuts_first = self.first.template_writes_it(tokenizer)
 
-    def _split(self, prompt: Any, response: Any, column: str) -> tuple[list[Turn], int]:
+    def _split(self, prompt: object, response: object, column: str) -> tuple[list[Turn], int]:
         """Return the turns of a conversation, and the number of those before the response."""
         if isinstance(prompt, str) and isinstance(response, str):
             left = self._without_prompt(prompt, response)

@@ -49,7 +49,7 @@ def _rest(side: list[Turn], count: int) -> list[Turn]:
     return side[count:]
 
 
-def repeats(prompt: Any, response: Any) -> bool:
+def repeats(prompt: object, response: object) -> bool:
     """Return whether a text begins with the prompt's text, as a whole."""
     if not isinstance(prompt, str) or not isinstance(response, str) or not prompt.strip() or len(response) <= len(prompt):
         return False

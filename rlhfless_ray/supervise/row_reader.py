@@ -275,7 +275,7 @@ class RowReader(ConversationReader):
             raise UserError(f"{self.name}: column `{column}` is {kind}, not {need}{hint}")
         return value
 
-    def _sequence(self, prompt: Any, response: Any, column: str) -> Example:
+    def _sequence(self, prompt: object, response: object, column: str) -> Example:
         """Return one sequence. Without a prompt or without a response the other is the whole text or conversation."""
         if self.data.template == "chat":
             turns, first = self._split(prompt, response, column)
@@ -405,7 +405,7 @@ class RowReader(ConversationReader):
             raise LeftOut
         return replace(example, labels=values[: int(example.mask.sum())])
 
-    def _label(self, label: Any) -> float:
+    def _label(self, label: object) -> float:
         """Return a step's label as `step_loss` takes it; without reward tokens: the token."""
         named = f"{self.name}: the label {label!r} in column `{self.data.label_column}`"
         known = self.data.reward_tokens
@@ -470,7 +470,7 @@ class RowReader(ConversationReader):
         ids: list[int] = self._encoded(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def _encoded(self, text: str, **options: Any) -> Any:
+    def _encoded(self, text: str, **options: object) -> Any:
         check_characters(text, self.name)
         return self.tokenizer(text, **options)
 

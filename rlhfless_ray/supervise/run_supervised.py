@@ -393,7 +393,7 @@ class SupervisedStage:
         if self.recipe.save.path:
             put_model(Path(self.recipe.save.path), read_files(saved))
 
-    def _close(self, kind: Any, error: Any, trace: Any) -> None:
+    def _close(self, kind: object, error: object, trace: object) -> None:
         """Write the last rows, the status, the timeline and the report, however the run ended."""
         stopped = isinstance(error, (Stopped, KeyboardInterrupt))
         if isinstance(error, DiskFull):

@@ -66,10 +66,10 @@ class _Loop:
         if sentence := note():
             self.post("note", sentence)
 
-    def post(self, kind: str, content: Any) -> bool:
+    def post(self, kind: str, content: object) -> bool:
         return bool(self._fetch(self.start.inbox.post.remote(kind, content), INBOX))
 
-    def _fetch(self, ref: Any, what: str) -> Any:
+    def _fetch(self, ref: object, what: str) -> Any:
         return fetch(ref, self.recipe.learner.deadline_s, f"{what} (learner.deadline_s)")
 
     def run(self) -> None:
