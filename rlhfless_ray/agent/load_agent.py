@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhfless_ray.agent.engine_api import AgentEngine, Generate
 from rlhfless_ray.agent.episode import BadEpisode, Episode
@@ -25,6 +25,9 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.reward.values import describe_exception
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_STEPS = 10_000  # passed to the constructors of 0.8.7 to 0.9.0
 KEY = "agent.path"
@@ -83,7 +86,7 @@ class Player:
     `max_length`: token limit of an episode.
     """
 
-    def __init__(self, source: AgentSource, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, source: AgentSource, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         self.source, self.tokenizer, self.max_length = source, tokenizer, max_length
         self.executor: Any = None
         if source.contract != "step":

@@ -6,9 +6,12 @@ import inspect
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.reward.values import unwrap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # parameters that define the sampling distribution, with the values that leave it unchanged
 SAMPLING_DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -50,7 +53,7 @@ async def play(
     label: object,
     sampling_params: Any,
     max_length: int,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     llm_engine: Any,
     *,
     max_turns: int | None = None,
@@ -140,7 +143,7 @@ async def _awaited(result: object) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from rlhfless_ray.weights.channel import stored_version
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, checksum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool = False) -> Path:
@@ -103,7 +106,7 @@ class Generation(Runtime):
 
     # ---- setup ------------------------------------------------------------------------------------------------
 
-    def _load_prompts(self, recipe: Recipe, tokenizer: Any, files: Files) -> PromptSet:
+    def _load_prompts(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Files) -> PromptSet:
         if self._given is not None:
             return self._given
         recipe = recipe.with_settings({"evaluate.prompts": 0, "evaluate.path": ""})

@@ -16,7 +16,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import ray
 
@@ -66,6 +66,9 @@ from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import config_of, parameter_count
 from rlhfless_ray.weights.same_model import check_same_model
 from rlhfless_ray.weights.tensor_file import Files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Resume = bool | Literal["previous"]
 ErrorType = type[BaseException] | None
@@ -222,7 +225,7 @@ class Runtime:
         """Show the run so far in a notebook, before, while and after it is trained."""
         return RunView.read(self.folder.path)._repr_html_() if hasattr(self, "folder") else f"<pre>{escape(self.recipe.to_yaml())}</pre>"
 
-    def _load_prompts(self, recipe: Recipe, tokenizer: Any, files: Files) -> PromptSet:
+    def _load_prompts(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Files) -> PromptSet:
         return load_prompts(recipe, tokenizer, context_tokens(files))
 
     def _folder_to_resume(self) -> RunFolder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, Lost, Turn, reads
@@ -11,6 +11,9 @@ from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise import repeated_prompts
 from rlhfless_ray.supervise.trained_turns import is_flag, trained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NOT_THE_MODEL = ("user", "system", "developer", "tool", "function")  # roles of turns that the model does not write
 CUT_TEXTS = "texts inside a longer one that begin with the beginning-of-text token, which is left out of them"
@@ -27,7 +30,7 @@ class LeftOut(Exception):
 class ConversationReader:
     """Render one row's conversations at a time. Attributes that are not set here describe that row."""
 
-    def __init__(self, recipe: SupervisedRecipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: SupervisedRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.data, self.task, self.tokenizer = recipe.data, recipe.task, tokenizer
         self.name = self.row = ""  # with and without the data set's
         self.tools: list[dict[str, Any]] | None = None

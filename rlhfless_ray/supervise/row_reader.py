@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, Supervise
 from rlhfless_ray.supervise import repeated_prompts
 from rlhfless_ray.supervise.conversation_reader import ConversationReader, LeftOut
 from rlhfless_ray.supervise.examples import Example, Examples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NAMED = 5  # number of rows that a note names
 
@@ -34,7 +37,7 @@ Rendered = tuple[list[Example], float]
 class RowReader(ConversationReader):
     """Convert rows to sequences of tokens, and count those that are left out or cut."""
 
-    def __init__(self, recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None) -> None:
+    def __init__(self, recipe: SupervisedRecipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None) -> None:
         super().__init__(recipe, tokenizer)
         self.context_tokens = context_tokens
         self.notes: tuple[str, ...] = ()  # messages about the data sets, for those about rows to follow

@@ -66,6 +66,8 @@ from rlhfless_ray.weights.same_model import check_same_model, model_sizes
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhfless_ray.functions.pool_client import PoolClient
     from rlhfless_ray.supervise.leased_ranks import LeasedRanks
     from rlhfless_ray.supervise.rank_start import RankStart
@@ -434,7 +436,7 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
     return None, first_supervised_policy(recipe)
 
 
-def _second_model(recipe: SupervisedRecipe, tokenizer: Any) -> Path | None:
+def _second_model(recipe: SupervisedRecipe, tokenizer: PreTrainedTokenizerBase) -> Path | None:
     """Return the folder of another reference or of the teacher."""
     key, path = ("teacher.path", recipe.teacher.path) if recipe.teacher.path else ("reference.path", recipe.reference.path)
     return other_model(path, key, tokenizer) if path else None
