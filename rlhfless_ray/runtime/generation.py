@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import EvaluateConfig, Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
@@ -159,7 +160,7 @@ class Generation(Runtime):
         self.recipe = self.recipe.with_settings({"run.steps": steps})
         return None
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         """Return the settings that determine a response's tokens, besides the number of the sample, and its reward."""
         rollout, prompts = self.recipe.rollout, hashlib.blake2b(digest_size=16)
         for prompt in self.inputs.prompts.train:

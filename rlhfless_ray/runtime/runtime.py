@@ -16,7 +16,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import ray
 
@@ -26,6 +26,7 @@ from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import Stopped, UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.functions.broker import SlotBroker
@@ -173,7 +174,7 @@ class Runtime:
             watch = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
             stack.callback(watch.close)
 
-            def memory_of_step(engines: int) -> dict[str, Any]:
+            def memory_of_step(engines: int) -> JsonObject:
                 chosen = {"memory/settings": fit.reason} if fit.reason else {}
                 return memory_metrics(watch.take(), least, fit.step_mb(engines)) | chosen
 
@@ -213,7 +214,7 @@ class Runtime:
         return self.recipe.objective
 
     @objective.setter
-    def objective(self, value: ObjectiveConfig | dict[str, Any]) -> None:
+    def objective(self, value: ObjectiveConfig | JsonObject) -> None:
         tree = value if isinstance(value, dict) else value.model_dump(mode="json")
         changed = self.recipe.parse({**self.recipe.model_dump(mode="json"), "objective": tree}, where="run.objective")
         self.recipe = self.recipe.model_copy(update={"objective": changed.objective})
@@ -231,7 +232,7 @@ class Runtime:
     def _folder_to_resume(self) -> RunFolder:
         return RunFolder.resumed(self.recipe, self._check_state, previous=self.previous)
 
-    def _check_state(self, state: dict[str, Any], folder: RunFolder) -> None:
+    def _check_state(self, state: JsonObject, folder: RunFolder) -> None:
         """Find what has changed since a checkpoint. Raises UserError if the run cannot go on from it."""
         before = state.get("recipe") or folder.recipe_before()
         if before is not None:

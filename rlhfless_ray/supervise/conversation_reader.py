@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, Lost, Turn, reads
 from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -33,7 +34,7 @@ class ConversationReader:
     def __init__(self, recipe: SupervisedRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.data, self.task, self.tokenizer = recipe.data, recipe.task, tokenizer
         self.name = self.row = ""  # with and without the data set's
-        self.tools: list[dict[str, Any]] | None = None
+        self.tools: list[JsonObject] | None = None
         self.lost: Lost | None = None  # what the chat template leaves out
         self.said: list[tuple[str, str]] = []  # how something is taken → what the row says
         self.head = ""  # text before the response that was rendered last

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.load_prompts import without_embedding
 from rlhfless_ray.prompts.read_rows import NamedRow
@@ -113,7 +114,7 @@ def _builtin_rows(recipe: SupervisedRecipe, count: int, split: Any) -> list[Name
     """Return rows of a built-in task with the recipe's columns."""
     task, rng = builtin_task(recipe.data.task), np.random.default_rng([recipe.run.seed % 2**63, 4, split == "train"])
     data, tried, wanted = recipe.data, 0, count
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     while len(rows) < count:
         for row in task.rows(wanted, recipe.run.seed, split)[tried:]:
             if recipe.task in ("sft", "kd"):

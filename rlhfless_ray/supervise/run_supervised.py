@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhfless_ray.common.deadlines import POLL_S, STOP
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.model_checks import check_slices, check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
@@ -174,7 +175,7 @@ class SupervisedStage:
             engines=False,
         )
 
-    def _check_changes(self, progress: dict[str, Any], *, accepted: bool) -> None:
+    def _check_changes(self, progress: JsonObject, *, accepted: bool) -> None:
         """Find what has changed since the checkpoint. Raises UserError if the stage cannot go on from it."""
         self.progress_before, order = progress, progress.get("order", {})
         before = progress.get("recipe") or self.folder.recipe_before()
