@@ -115,7 +115,7 @@ class _Transcript:
     logs: Any = field(default_factory=dict)
     truncated: bool = False
 
-    def add_rewards(self, result: Mapping[str, Any], turn: str) -> None:
+    def add_rewards(self, result: Mapping[str, object], turn: str) -> None:
         self.reward += _number(result["rewards"], "rewards", turn)
         self.score = self.reward if result.get("scores") is None else _number(result["scores"], "scores", turn)
         self.logs = result.get("extra_logs") or {}

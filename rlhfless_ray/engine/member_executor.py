@@ -42,7 +42,7 @@ class MemberExecutor(UniProcExecutor):
         self,
         method: object,
         timeout: float | None = None,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
         single_value: bool = False,

@@ -127,7 +127,7 @@ def _only_embeddings(model: Any) -> list[Any]:
 
 
 @contextmanager
-def _loaded_in_place(embeddings: Sequence[Any]) -> Iterator[None]:
+def _loaded_in_place(embeddings: Sequence[object]) -> Iterator[None]:
     """Let vLLM load layers into existing memory. Page faults of new memory would take most of a load's time.
 
     `embeddings` are loaded where they are. Linear layers take turns in one buffer: of their weights only the packed copy is kept.
@@ -230,7 +230,7 @@ def restore_unregistered(worker: Any) -> None:
     worker.unregistered = []
 
 
-def unregistered(model: Any, caches: Iterable[Any]) -> list[Any]:
+def unregistered(model: Any, caches: Iterable[object]) -> list[Any]:
     """Return the memory of tensors on the model's device that it has not registered, as tensors of bytes, each a whole storage.
 
     These are attributes of its modules, of their attention (`impl`) and of their `quant_method`, and what lists, tuples and dicts among

@@ -103,7 +103,10 @@ class Changes:
 
 
 def changes(
-    before: Mapping[str, Any], now: RecipeFile, contents_before: Mapping[str, str] | None = None, contents: Mapping[str, str] | None = None
+    before: Mapping[str, object],
+    now: RecipeFile,
+    contents_before: Mapping[str, str] | None = None,
+    contents: Mapping[str, str] | None = None,
 ) -> Changes:
     """Compare a recipe with that of a checkpoint.
 
@@ -156,7 +159,7 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, An
             yield f"{prefix}{name}", _plain(default), _plain(value)
 
 
-def _value(tree: Mapping[str, Any], key: str, default: object) -> Any:
+def _value(tree: Mapping[str, object], key: str, default: object) -> Any:
     """Return the value of a dotted key in a recipe's tree."""
     at: Any = tree
     for name in key.split("."):

@@ -67,7 +67,7 @@ def thin(rows: Sequence[Row], limit: int = MAX_POINTS) -> list[Row]:
     return thinned
 
 
-def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **options: Any) -> Row:
+def line(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, **options: Any) -> Row:
     """Return a line trace, with markers if there are few points."""
     style = {"color": colour, "width": options.pop("width", 2)} | options.pop("style", {})
     mode = "lines+markers" if len(xs) <= 40 else "lines"
@@ -94,7 +94,7 @@ def line_charts(part: str, rows: Sequence[Row]) -> list[Chart]:
     return [chart for chart in charts if chart.data]
 
 
-def markers(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, symbol: str, size: int = 8, **options: object) -> Row:
+def markers(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, symbol: str, size: int = 8, **options: object) -> Row:
     """Return a trace of single points."""
     trace = {"type": "scatter", "mode": "markers", "x": list(xs), "y": list(ys), "name": name}
     return trace | {"marker": {"symbol": symbol, "size": size, "color": colour}} | options

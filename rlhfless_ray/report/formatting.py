@@ -25,7 +25,7 @@ def finite_values(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     return [value for value in (finite(row.get(key)) for row in rows) if value is not None]
 
 
-def total(rows: Iterable[Mapping[str, Any]], key: str) -> float | None:
+def total(rows: Iterable[Mapping[str, object]], key: str) -> float | None:
     """Return the sum of a metric over the rows, or None if no row has it."""
     values = finite_values(rows, key)
     return sum(values) if values else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rlhfless_ray.prompts.conversations import Turn, reads
 
@@ -56,7 +55,7 @@ def repeats(prompt: object, response: object) -> bool:
     return response.startswith(prompt) and not (prompt[-1].isalnum() and response[len(prompt)].isalnum())
 
 
-def decide(rows: Sequence[tuple[str, Any, Sequence[Any]]]) -> tuple[bool, str, int]:
+def decide(rows: Sequence[tuple[str, object, Sequence[object]]]) -> tuple[bool, str, int]:
     """Decide for a data set of texts whether its responses repeat their prompts.
 
     `rows`: name, prompt and responses of each. Returns whether all do, and the first row in which one does and the number of such rows.

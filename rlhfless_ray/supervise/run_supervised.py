@@ -406,7 +406,7 @@ class SupervisedStage:
         close_folder(self.folder, self.progress, self.recorder.last_works(), status, "" if error is None else str(error))
 
 
-def _content(order: Mapping[str, Any]) -> dict[str, str]:
+def _content(order: Mapping[str, object]) -> dict[str, str]:
     """Return {key: checksum} of the rows that the keys of the data sets name, from the state of their order."""
     rows = f"{order.get('checksum')}/{order.get('labels')}"
     return {"data.path": rows, "data.paths": rows} if order.get("checksum") else {}

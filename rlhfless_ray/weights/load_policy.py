@@ -133,7 +133,7 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
     _check_shapes(files, config, setting)
 
 
-def _check_shapes(files: Files, config: Mapping[str, Any], setting: str) -> None:
+def _check_shapes(files: Files, config: Mapping[str, object], setting: str) -> None:
     """Raise UserError if the weights have other shapes, or fewer layers, than config.json says, or lack some of a layer, for families
     whose names are known."""
     wanted, layers = stored_shapes(config), 0
