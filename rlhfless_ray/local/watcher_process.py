@@ -19,8 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from rlhfless_ray.common.json_types import JsonObject
+from typing import Any
 
 GCS = "GCS"  # begins the name of Ray's control service
 LOOK_MS = 1000  # interval of looking for processes that stand still
@@ -91,7 +90,7 @@ class DriverWatch:
         with contextlib.suppress(OSError):
             self.driver_code = int(stat_of(self.driver)[-1])
 
-    def take(self, told: JsonObject) -> None:
+    def take(self, told: dict[str, Any]) -> None:
         self.sessions |= set(told.get("sessions", ()))
         self.temporary = told.get("temporary", self.temporary)
         if "ray" in told:
@@ -219,14 +218,14 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def read_status(folder: Path) -> JsonObject:
+def read_status(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / "status.json").read_bytes()))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def patch_status(folder: Path, **changes: object) -> None:
+def patch_status(folder: Path, **changes: Any) -> None:
     """Change a run's status in place: that needs no space on the disk."""
     file = folder / "status.json"
     content = (json.dumps({**read_status(folder), **changes}, indent=1) + "\n").encode()
