@@ -41,7 +41,7 @@ def wrong_size(config: Mapping[str, Any]) -> str:
     return next(filter(None, (_wrong(config, key, needed=True) for key in needed)), "")
 
 
-def _wrong(config: Mapping[str, Any], key: str, *, needed: bool = False) -> str:
+def _wrong(config: Mapping[str, object], key: str, *, needed: bool = False) -> str:
     """Return what is wrong with the value of a key, or an empty string. `needed`: it must be there, and one number."""
     value, most = config.get(key), MOST_LAYERS if key in LAYERS else MOST - 1
     if value is None:
@@ -68,5 +68,5 @@ def _uneven(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}…"

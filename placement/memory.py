@@ -48,13 +48,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_part(config: Mapping[str, object]) -> Mapping[str, Any]:
     """Return the language model's part of a multimodal configuration, or the configuration itself."""
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else config
 
 
-def parameter_count(config: Mapping[str, Any], head: bool = True) -> int | None:
+def parameter_count(config: Mapping[str, object], head: bool = True) -> int | None:
     """Count the parameters of the causal LM that a Hugging Face configuration describes.
 
     Parameters
@@ -85,7 +85,7 @@ def parameter_count(config: Mapping[str, Any], head: bool = True) -> int | None:
     return total
 
 
-def _layer(config: Mapping[str, Any], family: dict[str, Any], number: int) -> int:
+def _layer(config: Mapping[str, object], family: dict[str, Any], number: int) -> int:
     hidden, heads, kv_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads"), _kv_heads(config)
     width = _head_width(config, family)
     queries, keys = heads * width, kv_heads * width
@@ -99,7 +99,7 @@ def _layer(config: Mapping[str, Any], family: dict[str, Any], number: int) -> in
     return total + _feed_forward(config, family, number)
 
 
-def _feed_forward(config: Mapping[str, Any], family: dict[str, Any], number: int) -> int:
+def _feed_forward(config: Mapping[str, object], family: dict[str, Any], number: int) -> int:
     hidden = _size(config, "hidden_size")
     if _is_dense(config, family, number):
         inner = _size(config, "intermediate_size")
@@ -118,32 +118,32 @@ def _is_dense(config: Mapping[str, Any], family: dict[str, Any], number: int) ->
     return number in (config.get("mlp_only_layers") or ()) or (number + 1) % int(config.get("decoder_sparse_step") or 1) != 0
 
 
-def _experts(config: Mapping[str, Any]) -> int:
+def _experts(config: Mapping[str, object]) -> int:
     return _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
 
 
-def _has(config: Mapping[str, Any], family: dict[str, Any], bias: str) -> bool:
+def _has(config: Mapping[str, object], family: dict[str, Any], bias: str) -> bool:
     return bias in family.get("biases", ()) and bool(config.get(bias))
 
 
-def _size(config: Mapping[str, Any], key: str) -> int:
+def _size(config: Mapping[str, object], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(key)
     return value
 
 
-def _kv_heads(config: Mapping[str, Any]) -> int:
+def _kv_heads(config: Mapping[str, object]) -> int:
     return _size(config, "num_key_value_heads" if config.get("num_key_value_heads") is not None else "num_attention_heads")
 
 
-def _head_width(config: Mapping[str, Any], family: dict[str, Any]) -> int:
+def _head_width(config: Mapping[str, object], family: dict[str, Any]) -> int:
     if config.get("head_dim") is not None:
         return _size(config, "head_dim")
     return family.get("head_dim") or _size(config, "hidden_size") // _size(config, "num_attention_heads")
 
 
-def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def stored_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of weights in a causal LM's files that its Hugging Face configuration determines.
 
     Keys are the ends of names, without the number of a layer or expert. Empty for a family that is not in `FAMILIES`, the parts of a
@@ -193,7 +193,7 @@ def header_parameters(tensors: Iterable[tuple[str, list[int], str]], head: bool 
     return total
 
 
-def end_parameters(config: Mapping[str, Any]) -> int:
+def end_parameters(config: Mapping[str, object]) -> int:
     """Return the parameters of embeddings and output head, 0 if the configuration lacks their sizes.
 
     They count as shared if an unknown family's configuration does not say it.
@@ -206,7 +206,7 @@ def end_parameters(config: Mapping[str, Any]) -> int:
     return vocabulary * hidden * (2 if is_known and not ties_ends(config) else 1)
 
 
-def expert_parameters(config: Mapping[str, Any]) -> int:
+def expert_parameters(config: Mapping[str, object]) -> int:
     """Return the parameters of a mixture's routed experts, 0 for other models and families that are not in `FAMILIES`."""
     config = text_part(config)
     family = FAMILIES.get(str(config.get("model_type")), {})
@@ -218,12 +218,12 @@ def expert_parameters(config: Mapping[str, Any]) -> int:
         return 0
 
 
-def ties_ends(config: Mapping[str, Any]) -> bool:
+def ties_ends(config: Mapping[str, object]) -> bool:
     """Return whether embeddings and output head share their weights. Configurations of some families leave it out."""
     return bool(config.get("tie_word_embeddings", config.get("model_type") in TIED))
 
 
-def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, width: int = 1) -> int:
+def kv_bytes(config: Mapping[str, object], tokens: int, value_bytes: int, width: int = 1) -> int:
     """Return the bytes that the KV cache of one sequence of `tokens` tokens takes on each of the engine's `width` slots.
 
     The result is 0 for a family that is not in `FAMILIES`. If the configuration has a sliding window, all layers count as windowed, even
@@ -257,7 +257,7 @@ def engine_widths(config: Mapping[str, Any], most: int) -> list[int] | None:
     return [n for n in shared if max(kv_heads, n) % min(kv_heads, n) == 0]  # slots beyond the number of KV heads hold copies
 
 
-def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
+def activation_bytes(config: Mapping[str, object], tokens: int, value_bytes: int) -> int:
     """Return the bytes of the layers' inputs of a micro-batch of `tokens` tokens, kept even with gradient checkpointing."""
     config = text_part(config)
     layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")

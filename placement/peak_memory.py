@@ -71,7 +71,7 @@ def choices(*, may_offload: bool) -> Iterator[UpdateSettings]:
 
 
 def trainer_parts(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     parameters: int,
     training: Training,
     batch: MicroBatch,
@@ -109,7 +109,7 @@ def trainer_parts(
 
 
 def update_bytes(
-    config: Mapping[str, Any], batch: MicroBatch, value_bytes: int, checkpointing: bool, slack: float = 1.0, slices: int = 1
+    config: Mapping[str, object], batch: MicroBatch, value_bytes: int, checkpointing: bool, slack: float = 1.0, slices: int = 1
 ) -> int:
     """Return the bytes that an update holds for a micro-batch at its peak: activations, attention mask and a chunk of logits.
 
@@ -124,7 +124,7 @@ def update_bytes(
     return int(own * (slack * kept + ends) + batch.tokens * mask) + logits_bytes(config, targets)
 
 
-def wide_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
+def wide_bytes(config: Mapping[str, object], tokens: int, value_bytes: int) -> int:
     """Return the bytes of float32 copies with which a CPU without bfloat16 instructions multiplies, and 0 for float32 weights.
 
     Attention has the most: copies of its input, its output and their gradients. Other layers copy a block at a time. It is counted for
@@ -133,7 +133,7 @@ def wide_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
     return WIDE_TENSORS * MASTER_BYTES * _width(config) * tokens if value_bytes < MASTER_BYTES else 0
 
 
-def layer_bytes(config: Mapping[str, Any], longest: int, value_bytes: int) -> int:
+def layer_bytes(config: Mapping[str, object], longest: int, value_bytes: int) -> int:
     """Return the bytes per token that one decoder layer keeps for the backward pass, or 0 if the configuration lacks its sizes.
 
     The tensors were counted with hooks on saved tensors in transformers: the inputs of products, and those of norms, which are computed
@@ -165,12 +165,12 @@ def _inner_width(config: Mapping[str, Any], family: Mapping[str, Any]) -> int:
     return experts * _number(config, family["experts"]) + _number(config, family.get("shared", ""))
 
 
-def logits_bytes(config: Mapping[str, Any], targets: int) -> int:
+def logits_bytes(config: Mapping[str, object], targets: int) -> int:
     """Return the bytes that one chunk of logits takes at its peak."""
     return int(CHUNK_COPIES * min(CHUNK_BYTES, 4 * _number(text_part(config), "vocab_size") * targets))
 
 
-def adapter_parameters(config: Mapping[str, Any], rank: int) -> int:
+def adapter_parameters(config: Mapping[str, object], rank: int) -> int:
     """Return the number of parameters of LoRA adapters on every linear layer of a dense model."""
     config = text_part(config)
     hidden, heads = _width(config), max(1, _number(config, "num_attention_heads", "n_head"))
@@ -210,7 +210,7 @@ def engine_parts(
     )
 
 
-def kv_cache_bytes(config: Mapping[str, Any], sequences: int, longest: int, block_size: int, value_bytes: int, members: int = 1) -> int:
+def kv_cache_bytes(config: Mapping[str, object], sequences: int, longest: int, block_size: int, value_bytes: int, members: int = 1) -> int:
     """Return the bytes of KV cache, of all members together, in which an engine holds `sequences` sequences of `longest` tokens at once.
 
     These are whole blocks, and the one block that vLLM always reserves. A sliding window saves nothing here. The result is 0 for a family
@@ -220,18 +220,18 @@ def kv_cache_bytes(config: Mapping[str, Any], sequences: int, longest: int, bloc
     return members * kv_bytes({**text_part(config), "sliding_window": None}, blocks * block_size, value_bytes, members)
 
 
-def pass_parts(config: Mapping[str, Any], parameters: int, value_bytes: int, batch: MicroBatch) -> tuple[tuple[str, int], ...]:
+def pass_parts(config: Mapping[str, object], parameters: int, value_bytes: int, batch: MicroBatch) -> tuple[tuple[str, int], ...]:
     """Return the parts of the memory of a process that computes forward passes only: (name, bytes) of each."""
     working = batch.tokens * layer_bytes(config, batch.longest, value_bytes) + logits_bytes(config, batch.targets)
     working += wide_bytes(config, batch.tokens, value_bytes)
     return (("weights", parameters * value_bytes), ("activations", working), ("imports", PASS_BYTES))
 
 
-def _width(config: Mapping[str, Any]) -> int:
+def _width(config: Mapping[str, object]) -> int:
     return _number(text_part(config), "hidden_size", "n_embd")
 
 
-def _number(config: Mapping[str, Any], *keys: str) -> int:
+def _number(config: Mapping[str, object], *keys: str) -> int:
     """Return the value of the first of these keys that is a positive integer, or 0."""
     values = (config.get(key) for key in keys)
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), 0)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from rlhfless_ray.common.json_types import JsonObject
+
 UNFINISHED = "cut"  # finish reason of a response that goes on in the next step
 
 
@@ -24,7 +26,7 @@ class Prompt:
     index: int  # row in the data set: stable over epochs, key of the length history
     text: str  # what the policy sees, with the template applied
     token_ids: tuple[int, ...]
-    row: dict[str, Any] = field(default_factory=dict)  # the raw columns, for the reward function
+    row: JsonObject = field(default_factory=dict)  # the raw columns, for the reward function
     cut_tokens: int = 0  # tokens cut off its left, which `text` still has
 
 

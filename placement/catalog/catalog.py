@@ -31,7 +31,7 @@ def values(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: entry[0] if isinstance(entry, list) and entry else entry for name, entry in tree.items()}
 
 
-def number(value: Any) -> Any:
+def number(value: object) -> Any:
     """Convert text that is a number to float: YAML 1.1 reads 2e12 as text. Other values pass unchanged."""
     if isinstance(value, str):
         try:

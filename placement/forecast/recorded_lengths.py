@@ -66,7 +66,7 @@ def read_lengths(path: Path, column: str | None = None) -> Recorded:
     return Recorded(np.array([row[2] for row in rows], float), group, np.array([row[1] for row in rows], float), str(path))
 
 
-def _number(value: Any, where: str, least: float) -> float:
+def _number(value: object, where: str, least: float) -> float:
     if isinstance(value, str):
         try:
             value = float(value)
@@ -85,7 +85,7 @@ def _number(value: Any, where: str, least: float) -> float:
     return float(value)
 
 
-def _entry(entry: Any, where: str, key: Any, column: str | None) -> Iterator[Row]:
+def _entry(entry: object, where: str, key: object, column: str | None) -> Iterator[Row]:
     if column is not None and not isinstance(entry, dict):
         raise ValueError(f"{where}: column `{column}` was requested, but this entry has no columns")
     if isinstance(entry, dict):
@@ -138,7 +138,7 @@ def _jsonl(path: Path, text: str, column: str | None) -> Iterator[Row]:
         yield from _entry(entry, f"{path}: line {i + 1}", i, column)
 
 
-def _same(column: str | None, entry: Any, where: str) -> str | None:
+def _same(column: str | None, entry: object, where: str) -> str | None:
     """Return the first object's column for all that follow: a row that lacks it must not be read from another column."""
     return _pick(list(entry), column, where) if isinstance(entry, dict) else column
 

@@ -151,7 +151,7 @@ class AgentActor:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
 
-                async def generate(token_ids: list[int], params: Any) -> PolicyReply:
+                async def generate(token_ids: list[int], params: object) -> PolicyReply:
                     return await self._generate(episode_port, limit, given, token_ids, params)
 
                 result = await self.player.play(start.prompt, start.label, given, generate)
@@ -167,7 +167,7 @@ class AgentActor:
         episode_port.out.put(self._end_of(episode_port, result))
 
     async def _generate(
-        self, episode_port: EpisodePort, limit: asyncio.Timeout, given: Any, token_ids: list[int], params: Any
+        self, episode_port: EpisodePort, limit: asyncio.Timeout, given: object, token_ids: list[int], params: Any
     ) -> PolicyReply:
         """Request a policy turn. The agent's time limit is paused meanwhile."""
         if limit.expired():
@@ -202,7 +202,7 @@ class AgentActor:
         episode_port.replies.append((context, reply))
         return reply
 
-    def _reply_text(self, reply: PolicyReply, params: Any, stop: tuple[str, ...]) -> str:
+    def _reply_text(self, reply: PolicyReply, params: object, stop: tuple[str, ...]) -> str:
         """Return the text that vLLM would return for these sampling parameters."""
         ids, ended = list(reply.token_ids), reply.finish_reason == "stop"
         skip, shown = getattr(params, "skip_special_tokens", True), getattr(params, "include_stop_str_in_output", False)

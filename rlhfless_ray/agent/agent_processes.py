@@ -110,7 +110,7 @@ class AgentProcesses:
     def refs(self) -> list[Any]:
         return [process.generator for process in self.processes if process.generator is not None]
 
-    def collect(self, ref: Any) -> Iterator[tuple[int, TurnRequest | EpisodeEnd]]:
+    def collect(self, ref: object) -> Iterator[tuple[int, TurnRequest | EpisodeEnd]]:
         """Yield (epoch of the call, event) for the events behind a ready reference.
 
         Raises RunError when the failure budget is used up.

@@ -36,7 +36,7 @@ class AgentEngine:
 
 
 class Answer:
-    def __init__(self, generate: Generate, tokens: list[int], sampling_params: Any) -> None:
+    def __init__(self, generate: Generate, tokens: list[int], sampling_params: object) -> None:
         self._request = generate, tokens, sampling_params
 
     async def _generate_answer(self) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class Episode:
     extra_logs: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, result: Any) -> Episode:
+    def of(cls, result: object) -> Episode:
         """Convert the dict that an executor's `execute` returns, in OpenRLHF's form. Raises BadEpisode naming what is wrong."""
         if not isinstance(result, Mapping):
             raise BadEpisode(f"`execute` returned {type(result).__name__}, not a dict")

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhfless_ray.agent.engine_api import AgentEngine, Generate
 from rlhfless_ray.agent.episode import BadEpisode, Episode
@@ -25,6 +25,9 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.reward.values import describe_exception
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_STEPS = 10_000  # passed to the constructors of 0.8.7 to 0.9.0
 KEY = "agent.path"
@@ -83,7 +86,7 @@ class Player:
     `max_length`: token limit of an episode.
     """
 
-    def __init__(self, source: AgentSource, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, source: AgentSource, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         self.source, self.tokenizer, self.max_length = source, tokenizer, max_length
         self.executor: Any = None
         if source.contract != "step":
@@ -100,7 +103,7 @@ class Player:
                 )
             )
 
-    async def play(self, prompt: str, label: Any, sampling_params: Any, generate: Generate) -> Episode | str:
+    async def play(self, prompt: str, label: object, sampling_params: object, generate: Generate) -> Episode | str:
         """Play one prompt. Returns the episode, or an error message."""
         _GENERATE.set(generate)
         try:
@@ -113,7 +116,7 @@ class Player:
                 raise  # by the caller, not by the agent, which may cancel tasks of its own
             return describe_exception(error, self.source.file)
 
-    async def _result(self, prompt: str, label: Any, params: Any, llm_engine: AgentEngine) -> Any:
+    async def _result(self, prompt: str, label: object, params: object, llm_engine: AgentEngine) -> Any:
         context = (self.max_length, self.tokenizer, llm_engine)
         if self.source.contract == "step":
             # a fresh module per sample, because files of this contract count their turns in globals
@@ -136,7 +139,7 @@ _RESULTS: ContextVar[list[Any]] = ContextVar("results of the current sample")
 _GENERATE: ContextVar[Generate] = ContextVar("generate function of the current sample")
 
 
-async def _generate_for_sample(token_ids: list[int], sampling_params: Any) -> Any:
+async def _generate_for_sample(token_ids: list[int], sampling_params: object) -> Any:
     """Call the current sample's `generate`, for executors that get their engine before any sample."""
     return await _GENERATE.get()(token_ids, sampling_params)
 
@@ -144,10 +147,10 @@ async def _generate_for_sample(token_ids: list[int], sampling_params: Any) -> An
 class _ResultQueue:
     """The result queue of 0.8.7 to 0.9.0. A result belongs to the sample whose task puts it."""
 
-    async def put(self, result: Any) -> None:
+    async def put(self, result: object) -> None:
         _RESULTS.get().append(result)
 
-    def put_nowait(self, result: Any) -> None:
+    def put_nowait(self, result: object) -> None:
         _RESULTS.get().append(result)
 
 

@@ -6,9 +6,12 @@ import inspect
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.reward.values import unwrap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # parameters that define the sampling distribution, with the values that leave it unchanged
 SAMPLING_DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -47,10 +50,10 @@ class AgentError(Exception):
 async def play(
     agent: Any,
     prompt: str,
-    label: Any,
+    label: object,
     sampling_params: Any,
     max_length: int,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     llm_engine: Any,
     *,
     max_turns: int | None = None,
@@ -112,7 +115,7 @@ class _Transcript:
     logs: Any = field(default_factory=dict)
     truncated: bool = False
 
-    def add_rewards(self, result: Mapping[str, Any], turn: str) -> None:
+    def add_rewards(self, result: Mapping[str, object], turn: str) -> None:
         self.reward += _number(result["rewards"], "rewards", turn)
         self.score = self.reward if result.get("scores") is None else _number(result["scores"], "scores", turn)
         self.logs = result.get("extra_logs") or {}
@@ -135,16 +138,16 @@ async def _first_observation(agent: Any, prompt: str, label: Any) -> str:
     return reset["observation"]
 
 
-async def _awaited(result: Any) -> Any:
+async def _awaited(result: object) -> Any:
     """Await a coroutine, and return plain values as they are."""
     return await result if inspect.isawaitable(result) else result
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _check_result(result: Any, turn: str) -> tuple[str, bool]:
+def _check_result(result: object, turn: str) -> tuple[str, bool]:
     if not isinstance(result, Mapping):
         raise AgentError(f"{turn}: `step` returned {type(result).__name__}, not a dict")
     for key in ("rewards", "environment_feedback", "done"):
@@ -158,14 +161,14 @@ def _check_result(result: Any, turn: str) -> tuple[str, bool]:
     return feedback, bool(unwrap(result["done"]))
 
 
-def _number(value: Any, name: str, turn: str) -> float:
+def _number(value: object, name: str, turn: str) -> float:
     value = unwrap(value)
     if not isinstance(value, (int, float)):
         raise AgentError(f"{turn}: `{name}` is {type(value).__name__} {value!r:.100}, not a number")
     return float(value)
 
 
-def _check_distribution(given: Any, changed: Any, turn: str) -> None:
+def _check_distribution(given: object, changed: object, turn: str) -> None:
     """Raise AgentError if the sampling distribution changed. Limits and stop strings may change between turns."""
     for name, defaults in SAMPLING_DEFAULTS.items():
         before, after = (None if (k := getattr(one, name, None)) in defaults else k for one in (given, changed))
@@ -176,7 +179,7 @@ def _check_distribution(given: Any, changed: Any, turn: str) -> None:
             )
 
 
-def check_sampling(given: Any, requested: Any) -> None:
+def check_sampling(given: object, requested: object) -> None:
     """Check an agent's sampling parameters.
 
     Raises AgentError for another distribution than the recipe's, and for parameters that engines do not support. No parameter
@@ -188,7 +191,7 @@ def check_sampling(given: Any, requested: Any) -> None:
             raise AgentError(f"generate: `sampling_params` with {name}={value!r:.100}, which is not supported here; leave it out")
 
 
-def stop_conditions(requested: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def stop_conditions(requested: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return stop strings and stop token ids. Raises AgentError if they are invalid."""
     words, tokens = getattr(requested, "stop", None) or (), getattr(requested, "stop_token_ids", None) or ()
     words = (words,) if isinstance(words, str) else tuple(words)
@@ -200,7 +203,7 @@ def stop_conditions(requested: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
         raise AgentError(f"generate: `sampling_params` with stop_token_ids={tokens!r:.100}, which must be token ids") from None
 
 
-def min_tokens_of(requested: Any) -> int:
+def min_tokens_of(requested: object) -> int:
     """Return the minimum length of a turn in tokens. Raises AgentError if it is not a count."""
     value = getattr(requested, "min_tokens", None) or 0
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.agent.multi_turn_loop import AgentError, play
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class AgentInstanceBase:
@@ -13,10 +16,10 @@ class AgentInstanceBase:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    async def reset(self, states: dict[str, Any], **kwargs: object) -> dict[str, Any]:
         return states
 
-    async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    async def step(self, state_dict: dict[str, Any], **kwargs: object) -> dict[str, Any]:
         raise NotImplementedError(f"{type(self).__name__}.step is not implemented")
 
 
@@ -33,7 +36,7 @@ class AgentExecutorBase:
         max_steps: int | None = None,
         max_length: int | None = None,
         llm_engine: Any = None,
-        hf_tokenizer: Any = None,
+        hf_tokenizer: PreTrainedTokenizerBase | None = None,
         result_queue: Any = None,
     ) -> None:
         if agent_instance_cls is not None and not issubclass(agent_instance_cls, AgentInstanceBase):
@@ -51,7 +54,7 @@ class AgentExecutorBase:
         label: Any,
         sampling_params: Any,
         max_length: int | None = None,
-        hf_tokenizer: Any = None,
+        hf_tokenizer: PreTrainedTokenizerBase | None = None,
         llm_engine: Any = None,
         images: Any = None,
     ) -> dict[str, Any] | None:
@@ -81,7 +84,7 @@ class _OwnGenerate:
     def __init__(self, executor: AgentExecutorBase) -> None:
         self.executor = executor
 
-    async def generate(self, token_ids: list[int], sampling_params: Any) -> Any:
+    async def generate(self, token_ids: list[int], sampling_params: object) -> Any:
         return await self.executor.generate(token_ids, sampling_params)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.common.errors import UserError
@@ -13,13 +13,16 @@ from rlhfless_ray.compat.openrlhf.inference_table import CHAT
 from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.recipe.local_path import given_path
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 ASKS = "Please enter a prompt (or type 'exit' to quit): "
 
 
 class Conversation:
     """The conversation so far. Without a chat template, prompts and responses are appended to one text."""
 
-    def __init__(self, settings: JsonObject, tokenizer: Any) -> None:
+    def __init__(self, settings: JsonObject, tokenizer: PreTrainedTokenizerBase) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self.turns: list[dict[str, str]] = []
         self.text = ""

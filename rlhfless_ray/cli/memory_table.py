@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.model_checks import check_division
 from rlhfless_ray.preflight.check_policy import check_policy
 from rlhfless_ray.preflight.memory_check import check, check_kernels_and_width, local_room
@@ -60,7 +60,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
         print(f"every need fits {'a GPU' if room.on_gpu else 'this machine'} of {gb(room.bytes)}")
 
 
-def _settings(job: JobMemory, room: Room) -> dict[str, Any]:
+def _settings(job: JobMemory, room: Room) -> JsonObject:
     kv = {} if room.on_gpu or not isinstance(job, RunMemory) else {"kv_cache_mb": job.recipe.rollout.engine_kv_mb}
     return {**{key: getattr(job.recipe.learner, key) for key in job.auto_keys}, **kv}
 
@@ -102,7 +102,7 @@ def _check_size(path: Path, job: JobMemory) -> None:
         raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
 
 
-def _longest_prompt(recipe: Recipe, config: dict[str, Any]) -> int:
+def _longest_prompt(recipe: Recipe, config: JsonObject) -> int:
     """Return the tokens of the longest prompt that a run takes. Raises UserError if the policy's context has no room for any."""
     limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
     context = context_tokens({"config.json": json.dumps(config).encode()})
@@ -117,7 +117,7 @@ def _longest_prompt(recipe: Recipe, config: dict[str, Any]) -> int:
     return context - rollout.max_tokens
 
 
-def _row(need: Need) -> dict[str, Any]:
+def _row(need: Need) -> JsonObject:
     return {"what": need.who, "one_process": need.alone, "on_host": need.on_host, "bytes": need.bytes, "parts": dict(need.parts)}
 
 

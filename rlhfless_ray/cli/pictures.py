@@ -21,7 +21,7 @@ def check_picture(path: Path) -> None:
 
 
 @contextmanager
-def picture(path: Path, **labels: Any) -> Iterator[Any]:
+def picture(path: Path, **labels: object) -> Iterator[Any]:
     """Yield matplotlib axes, and write them as a picture whose kind is the file name's ending. Raises UserError if that is impossible."""
     from matplotlib.figure import Figure
 

@@ -105,7 +105,7 @@ def wait_any(refs: list[Any], seconds: float, what: str, within_s: float = float
             return []
 
 
-def get(ref: Any, seconds: float, what: str) -> Any:
+def get(ref: object, seconds: float, what: str) -> Any:
     """Return the value of one reference or of a list of them. Raises RunError after `seconds`.
 
     The first reference to fail raises at once: the others may wait for it in a collective until the deadline.

@@ -39,7 +39,7 @@ class OneAdapter(PunicaWrapperCPU):
         lora_b_stacked: tuple[torch.Tensor, ...],
         scale: float,
         output_slices: tuple[int, ...],
-        **_: Any,
+        **_: object,
     ) -> None:
         """Compute y (tokens, Σ output_slices) += x @ Aᵀ @ Bᵀ in place, for each slice with its own A and B."""
         if self.no_lora:  # a trial run while vLLM starts

@@ -112,7 +112,7 @@ class Drafter:
         head = HeadSource(folder, longest, runner.dtype, runner.device, runner.get_model().embed_input_ids)
         forward = runner._model_forward
 
-        def observed(**inputs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        def observed(**inputs: object) -> tuple[torch.Tensor, list[torch.Tensor]]:
             hidden, states = forward(**inputs)
             if self.source is head:
                 with self._continuing_without_model():
@@ -170,17 +170,17 @@ class Drafter:
                 self.source.load(news.weights)
             self.attempts.forget(MODEL)
 
-    def _read(self, read: Callable[..., None], *text: Any) -> None:
+    def _read(self, read: Callable[..., None], *text: object) -> None:
         """Add a text or hidden states, unless drafts have saved too little time to pay for it."""
         if self.always or self.attempts.may_read:
             begin = time.thread_time()
             read(*text)
             self.attempts.pay_reading(time.thread_time() - begin, self.running, self.context_tokens)
 
-    def load_model(self, *_: Any) -> None:
+    def load_model(self, *_: object) -> None:
         """Do nothing. vLLM calls this, but there is no model."""
 
-    def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+    def propose(self, sampled: list[list[int]], *_: object, **__: object) -> list[list[int]]:
         """Return no tokens. vLLM calls this within steps that verify drafts."""
         return [[] for _ in sampled]
 

@@ -47,13 +47,13 @@ class MemberWorker:
         current_platform.update_block_size_for_backend(config)
         self.sampler = install_sampler(self.worker)
 
-    def step(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def step(self, method: str, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         """Do this member's part of a step. It draws the same tokens as the engine, which reads its own."""
         getattr(self.worker, method)(*args, **kwargs)
         self.sampler.records.clear()
         self.sampler.outputs.clear()
 
-    def run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, method: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         from vllm.v1.serial_utils import run_method
 
         return run_method(self.worker, method, args, kwargs)

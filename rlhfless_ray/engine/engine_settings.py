@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.weights.adapter import ADAPTABLE
@@ -77,7 +77,7 @@ def engine_settings(
     )
 
 
-def check_heads(recipe: Recipe, config: Mapping[str, Any], key: str) -> None:
+def check_heads(recipe: Recipe, config: Mapping[str, object], key: str) -> None:
     """Raise UserError if the model of this config.json cannot be shared by `rollout.tensor_parallel` slots. `key`: names the model."""
     from placement.memory import engine_widths  # here, because engines' processes import this module without the planner's libraries
 

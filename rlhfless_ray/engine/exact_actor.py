@@ -83,7 +83,7 @@ class ExactEngineActor(EngineActor):
         requests: list[Request],
         interval_s: float,
         threads: int,
-        pages: Sequence[Any] = (),
+        pages: Sequence[object] = (),
         drafts: DraftNews | None = None,
     ) -> Iterator[tuple[TokenDeltas, EngineSteps, list[Span]]]:
         """Generate responses, see `EngineActor.rollout`. `pages`, `drafts`: as in `EngineCommand`."""
@@ -235,7 +235,7 @@ class ExactEngineActor(EngineActor):
         version: int,
         prefixes: Sequence[np.ndarray],
         bundles: Sequence[Sequence[bytes]],
-        needs: Sequence[Any],
+        needs: Sequence[object],
         within_s: float,
         threads: int,
     ) -> tuple[Any, ...]:

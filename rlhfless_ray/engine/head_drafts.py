@@ -40,7 +40,7 @@ class _HeadLayer(torch.nn.Module):
         self.mlp = LlamaMLP(config)
         self.norm_before_residual = getattr(config, "norm_before_residual", False)
 
-    def forward(self, embedded: torch.Tensor, states: torch.Tensor, **attention: Any) -> torch.Tensor:
+    def forward(self, embedded: torch.Tensor, states: torch.Tensor, **attention: object) -> torch.Tensor:
         normed = self.hidden_norm(states)
         residual = normed if self.norm_before_residual else states
         attended, _ = self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), **attention)

@@ -25,7 +25,7 @@ SMALLEST_SCALE = 1e-8  # scale of rows of zeros
 class Int8Linear(OnlineLinearBase):
     """Hold int8 weights instead of the loaded ones. `OnlineLinearBase` documents when vLLM calls the methods."""
 
-    def create_weights(self, layer: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+    def create_weights(self, layer: torch.nn.Module, *arguments: object, **options: object) -> None:
         super().create_weights(layer, *arguments, **options)
         # The kernel of symmetric inputs takes no float32 on CPUs with AMX. In float32 inputs are therefore asymmetric.
         symmetric = self.input_dtype != torch.float32

@@ -168,12 +168,12 @@ class KeyedSampler:
             "started": False,
         }
 
-    def __call__(self, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+    def __call__(self, logits: torch.Tensor, sampling_metadata: object) -> SamplerOutput:
         """Draw one token per sequence from `logits` (sequences, vocabulary)."""
         tokens, _ = self._draw(logits, [0] * len(logits))
         return SamplerOutput(tokens.to(torch.int32).unsqueeze(1), None)
 
-    def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+    def verify(self, metadata: Any, draft_probs: object, logits: torch.Tensor, sampling_metadata: object) -> SamplerOutput:
         """Draw the tokens of sequences with drafts, as vLLM calls its rejection sampler.
 
         `metadata` has the drafts. `logits` (sequences and drafted tokens, vocabulary) has for each sequence a row per drafted token and

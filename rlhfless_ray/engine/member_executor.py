@@ -40,9 +40,9 @@ class MemberExecutor(UniProcExecutor):
 
     def collective_rpc(
         self,
-        method: Any,
+        method: object,
         timeout: float | None = None,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
         single_value: bool = False,

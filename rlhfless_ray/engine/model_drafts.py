@@ -111,7 +111,7 @@ class DraftSource(ABC):
                 self.sizes[slot] = 0
         return np.array([self.slots[ask.name] for ask in asks])
 
-    def _tensor(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _tensor(self, values: object, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)
 
     def _forward(self, slots: np.ndarray, new: Sequence[np.ndarray]) -> torch.Tensor:
@@ -199,7 +199,7 @@ class _SlotCache(DynamicCache):  # type: ignore[misc]
         # rows that follow each other are read where they are, others are copied
         self.rows = slice(slots[0], slots[-1] + 1) if (np.diff(slots) == 1).all() else self.at
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object) -> Any:
         both, attended = (key_states, value_states), []
         if layer_idx not in self.states or self.states[layer_idx][0].shape[2] < self.width:
             self.states[layer_idx] = self._grown(layer_idx, both)

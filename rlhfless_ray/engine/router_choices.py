@@ -35,7 +35,7 @@ class RouterChoices:
             mixture.router.set_capture_fn(partial(self._note, number))
         forward = runner._model_forward
 
-        def watched(**inputs: Any) -> Any:
+        def watched(**inputs: object) -> Any:
             output = forward(**inputs)
             self._hold()
             return output

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.platforms import current_platform
 
 from rlhfless_ray.engine.router_choices import RouterChoices
@@ -25,7 +23,7 @@ class StatesWorker(Worker):  # type: ignore[misc, valid-type]
 
     choices: RouterChoices | None = None
 
-    def load_model(self, **options: Any) -> None:
+    def load_model(self, **options: object) -> None:
         super().load_model(**options)
         model, config = self.model_runner.get_model(), self.vllm_config.additional_config
         if LAYERS in config:

@@ -122,7 +122,7 @@ class StockEngine:
             call_after_end(child.pid, self._end_if_lost)
         self._call("rlhfless_watch", os.getpid())
 
-    def _call(self, method: str, *args: Any) -> list[Any]:
+    def _call(self, method: str, *args: object) -> list[Any]:
         """Call a method of `StockWorker` in each of vLLM's workers."""
         return self.engine.collective_rpc(method, args=args)
 

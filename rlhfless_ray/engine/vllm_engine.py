@@ -144,7 +144,7 @@ class VllmEngine:
         if unused:
             raise ValueError(f"vLLM does not use {len(unused)} biases of weight version {version}, {min(unused)} first; use another model")
 
-    def _call_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def _call_workers(self, function: Callable[..., Any], *args: object) -> list[Any]:
         """Return what `function(worker, *args)` returns in every member's vLLM worker."""
         return self.engine.collective_rpc(cast(Any, function), args=args)
 

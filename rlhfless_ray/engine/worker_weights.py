@@ -45,7 +45,7 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool,
     published: list[str] = []
     load = model.load_weights
 
-    def load_and_record(named: Any) -> Any:
+    def load_and_record(named: object) -> Any:
         # Only during a load does the model have exactly the weights of a file. Later vLLM computes others from them, such as latent
         # attention's W_UK_T, and may drop those that it has packed. Tied weights are then apart.
         held.update(name for name, _ in model.named_parameters())
@@ -127,7 +127,7 @@ def _only_embeddings(model: Any) -> list[Any]:
 
 
 @contextmanager
-def _loaded_in_place(embeddings: Sequence[Any]) -> Iterator[None]:
+def _loaded_in_place(embeddings: Sequence[object]) -> Iterator[None]:
     """Let vLLM load layers into existing memory. Page faults of new memory would take most of a load's time.
 
     `embeddings` are loaded where they are. Linear layers take turns in one buffer: of their weights only the packed copy is kept.
@@ -230,7 +230,7 @@ def restore_unregistered(worker: Any) -> None:
     worker.unregistered = []
 
 
-def unregistered(model: Any, caches: Iterable[Any]) -> list[Any]:
+def unregistered(model: Any, caches: Iterable[object]) -> list[Any]:
     """Return the memory of tensors on the model's device that it has not registered, as tensors of bytes, each a whole storage.
 
     These are attributes of its modules, of their attention (`impl`) and of their `quant_method`, and what lists, tuples and dicts among
@@ -251,7 +251,7 @@ def unregistered(model: Any, caches: Iterable[Any]) -> list[Any]:
     return [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage()) for one in found.values()]
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Any]:
+def _tensors_in(value: object, seen: set[int]) -> Iterator[Any]:
     """Yield the tensors in lists, tuples and dicts. `seen`: ids of those that were searched before, and are left out."""
     import torch
 
@@ -263,13 +263,13 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Any]:
             yield from _tensors_in(item, seen)
 
 
-def _without_weights(*_: Any) -> Any:
+def _without_weights(*_: object) -> Any:
     raise RuntimeError("this engine was parked without its weights and has not loaded any since")
 
 
-def _leave_unpacked(layer: Any) -> None:
+def _leave_unpacked(layer: object) -> None:
     pass
 
 
-def _only_embeds(*_: Any) -> Any:
+def _only_embeds(*_: object) -> Any:
     raise RuntimeError("these embeddings are also the model's output head, but their packed copy was dropped")

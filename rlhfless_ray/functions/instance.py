@@ -197,7 +197,7 @@ def _actor_class(cls: type) -> Any:
     return remote(concurrency_groups=groups)(cls) if groups else remote(cls)
 
 
-def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str], *args: Any) -> Any:
+def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str], *args: object) -> Any:
     """Start an actor without Ray resources on the slot's node. It sees only the slot's device.
 
     With `num_gpus=0` Ray leaves CUDA_VISIBLE_DEVICES alone, so `device_environment` sets it. Restarts are off: an actor that

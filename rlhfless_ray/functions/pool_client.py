@@ -99,7 +99,7 @@ class PoolClient(SlotSource):
     def _notify(self) -> None:
         self._send_statement()  # if it is lost, the next heartbeat says the same
 
-    def _send_statement(self, *how: Any) -> Any:
+    def _send_statement(self, *how: object) -> Any:
         with self.lock:
             return self.handle.tell.remote(self.slots.statement(), *how)
 
@@ -124,7 +124,7 @@ class PoolClient(SlotSource):
         if refused:
             raise UserError(f"{refused}; `rlhfless cluster` shows who is on it")
 
-    def _join(self, timeout_s: float, session: str, *mine: Any) -> tuple[str, list[str]]:
+    def _join(self, timeout_s: float, session: str, *mine: object) -> tuple[str, list[str]]:
         """Send `SlotPool.join`, and return its result. `mine`: what this run has, see there."""
         reply: tuple[str, list[str]] = ray.get(self.handle.join.remote(self.info, session, *mine, messages=MESSAGES), timeout=timeout_s)
         return reply

@@ -8,7 +8,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
-def copy_to_driver_node(ref: Any, node: str) -> tuple[Any, list[Any]]:
+def copy_to_driver_node(ref: object, node: str) -> tuple[Any, list[Any]]:
     """Return a copy of the object on the driver's node, where it lives as long as the driver, and references to wait for.
 
     The object is being made on `node`. If that is another node, a separate process copies it in the background.
@@ -23,5 +23,5 @@ def copy_to_driver_node(ref: Any, node: str) -> tuple[Any, list[Any]]:
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def _copy(content: Any) -> tuple[Any, bool]:
+def _copy(content: object) -> tuple[Any, bool]:
     return content, True

@@ -24,7 +24,7 @@ BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's 
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as in OpenRLHF
 
 
-def _not_compiled(function: Any = None, **_: Any) -> Any:
+def _not_compiled(function: object = None, **_: object) -> Any:
     return function or (lambda decorated: decorated)
 
 
@@ -136,7 +136,7 @@ class OwnParts(nn.Module):
             yield parameter
 
 
-def divide_parameters(module: Any, device: torch.device, config: dict[str, Any], weights: HeldSlices | None) -> None:
+def divide_parameters(module: torch.nn.Module, device: torch.device, config: dict[str, Any], weights: HeldSlices | None) -> None:
     """Let DeepSpeed keep this rank's part of every parameter (ZeRO 3).
 
     Nothing is sent: DeepSpeed would broadcast the first rank's values, so that this rank needs all of them.

@@ -18,7 +18,7 @@ def use_gradient_pieces(optimizer: Any) -> None:
     """Patch DeepSpeed's optimizer of stage 1 or 2. Sums stay bitwise equal, norms equal up to float64 rounding."""
     norm = optimizer.get_grad_norm_direct
 
-    def norm_of_pieces(gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
+    def norm_of_pieces(gradients: Iterable[Tensor], params: Iterable[object], norm_type: float = 2) -> Tensor:
         unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
         pairs = [(piece, param) for gradient, param in zip(unpadded, params, strict=False) for piece in _pieces(gradient)]
         pieces, owners = zip(*pairs, strict=True) if pairs else ((), ())

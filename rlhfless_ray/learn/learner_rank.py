@@ -140,7 +140,7 @@ class LearnerRank:
         logprobs[places] = self._passed(self.trainer.engine, share).cpu()
         return self.trainer.over_ranks(logprobs)[places].to(self.device)
 
-    def _passed(self, module: Any, share: Share) -> Tensor:
+    def _passed(self, module: torch.nn.Module, share: Share) -> Tensor:
         """Return log-probabilities of the share's tokens, (response tokens,), with 0 for tokens that another rank computes."""
         return self.trainer.passes(lambda tensors: self._forward(module, tensors)[0], share.batch, share.passes)
 

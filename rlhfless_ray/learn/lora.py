@@ -174,7 +174,7 @@ class BaseModel:
     def __init__(self, engine: Any, lora: LoraAdapters) -> None:
         self.engine, self.lora = engine, lora
 
-    def __call__(self, *arguments: Any, **tensors: Tensor) -> Any:
+    def __call__(self, *arguments: object, **tensors: Tensor) -> Any:
         with self.lora.off():
             return self.engine(*arguments, **tensors)
 

@@ -52,7 +52,10 @@ def slicing_refusal(config: Mapping[str, Any], size: int) -> str | None:
 
 
 def check_division(
-    recipe: Recipe, config: Mapping[str, Any], of_reference: Mapping[str, Any] | None = None, of_critic: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    config: Mapping[str, object],
+    of_reference: Mapping[str, object] | None = None,
+    of_critic: Mapping[str, object] | None = None,
 ) -> None:
     """Raise UserError if the policy, or a reference or critic of another config.json, cannot be divided among ranks as the recipe says."""
     check_width("learner", recipe.learner.tensor_parallel, config)
@@ -62,7 +65,7 @@ def check_division(
     check_slices("critic", recipe.critic.sequence_parallel, of_critic or config)
 
 
-def check_width(section: str, width: int, config: Mapping[str, Any], whose: str = "") -> None:
+def check_width(section: str, width: int, config: Mapping[str, object], whose: str = "") -> None:
     """Raise UserError if a model with this config.json cannot be divided among `width` ranks.
 
     `section`: of the recipe. `whose`: words that name the model, if it is not the section's.
@@ -71,7 +74,7 @@ def check_width(section: str, width: int, config: Mapping[str, Any], whose: str 
         raise UserError(f"{section}.tensor_parallel: {whose}{why}")
 
 
-def check_slices(section: str, size: int, config: Mapping[str, Any], whose: str = "") -> None:
+def check_slices(section: str, size: int, config: Mapping[str, object], whose: str = "") -> None:
     """Raise UserError if `size` ranks cannot share the sequences of a model with this config.json. Arguments as in `check_width`."""
     if size > 1 and (why := slicing_refusal(config, size)):
         raise UserError(f"{section}.sequence_parallel: {whose}{why}")

@@ -31,7 +31,7 @@ def install(model: Any) -> None:
     model.set_attn_implementation(PREFIX + model.config.get_text_config()._attn_implementation)
 
 
-def _window(local_size: int | None = None, **more: Any) -> Tensor | None:
+def _window(local_size: int | None = None, **more: object) -> Tensor | None:
     """Return the tokens that a layer looks back, (), where transformers expects its mask; None: all. Tensors outlive checkpointing."""
     return None if local_size is None else torch.tensor(local_size)
 
@@ -44,14 +44,14 @@ def _attend_eagerly(module: Any, *arguments: Any, **more: Any) -> tuple[Tensor, 
 def _attend(
     attend: Callable[..., tuple[Tensor, Any]],
     mask_of: Callable[[Tensor, int | None], Tensor | None],
-    module: Any,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     row_lengths: Sequence[int] | None = None,
     row_masks: Sequence[Tensor] | None = None,
-    **more: Any,
+    **more: object,
 ) -> tuple[Tensor, None]:
     """Compute attention of each packed row, (rows, length, heads, width), with the arguments of transformers' attention.
 

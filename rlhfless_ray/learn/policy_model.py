@@ -96,7 +96,7 @@ def at_tokens(outputs: Any, tensors: dict[str, Tensor]) -> Tensor:
     return outputs.last_hidden_state[tensors["rows"], tensors["columns"]]
 
 
-def base_outputs(model: Any, tensors: dict[str, Tensor], **more: Any) -> Any:
+def base_outputs(model: Any, tensors: dict[str, Tensor], **more: object) -> Any:
     """Return the outputs of the model without its head for the rows of a micro-batch. `more`: further arguments.
 
     Without segments there is no attention mask: a causal model never looks at the padding, on the right, from a real token. With

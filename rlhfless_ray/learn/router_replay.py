@@ -7,7 +7,6 @@ by much more than rounding.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ class RouterReplay:
             raise ValueError(f"the engine recorded {experts.shape[2]} routers, and the learner's model has {len(self.routers)}")
         self.experts = experts
 
-    def _choose(self, number: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose(self, number: int, router: object, inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return a router's (logits, weights, experts), each (tokens, …), with the engine's experts where they are known."""
         if self.experts is None:
             return output

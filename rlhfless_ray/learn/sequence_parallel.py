@@ -50,7 +50,7 @@ class SequenceParallel:
 
     # ---- tensors of a micro-batch -----------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, arguments: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    def _before(self, module: nn.Module, arguments: object, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
         return arguments, self.sliced(tensors)
 
     def sliced(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class SequenceParallel:
         found |= {name: tensors[name][own] for name in OF_TOKENS}
         return found | {"columns": columns[own] - first, "own": own, "count": torch.tensor(len(columns))}
 
-    def _after(self, module: nn.Module, arguments: Any, tensors: dict[str, Tensor], output: Any) -> Any:
+    def _after(self, module: nn.Module, arguments: object, tensors: dict[str, Tensor], output: Any) -> Any:
         if isinstance(output, tuple):
             return tuple(self._joined(values, tensors) for values in output)
         return self._joined(output, tensors)
@@ -90,14 +90,14 @@ class SequenceParallel:
 
     # ---- attention --------------------------------------------------------------------------------------------
 
-    def _mask(self, q_length: int, kv_length: int, **more: Any) -> Tensor | None:
+    def _mask(self, q_length: int, kv_length: int, **more: object) -> Tensor | None:
         """Return the mask of whole rows. `more`: see `transformers.masking_utils.sdpa_mask`."""
         from transformers.masking_utils import sdpa_mask
 
         return sdpa_mask(q_length=q_length * self.size, kv_length=kv_length * self.size, **more)
 
     def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: object
     ) -> tuple[Tensor, None]:
         """Compute attention for this rank's tokens, (rows, length, heads, width), with the arguments of transformers' attention.
 
@@ -132,7 +132,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(gradient, ctx.group), None
 
 
-def _exchanged(x: Tensor, group: Any) -> Tensor:
+def _exchanged(x: Tensor, group: object) -> Tensor:
     x = x.contiguous()
     found = torch.empty_like(x)
     dist.all_to_all_single(found, x, group=group)
@@ -143,11 +143,11 @@ class _Sum(torch.autograd.Function):
     """Sum over the ranks that share a sequence. Each computes the whole loss from it, so a part's gradient needs no sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: object) -> Tensor:
         found = x.clone()
         dist.all_reduce(found, group=group)
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient, None

@@ -176,7 +176,7 @@ class TrainerRank:
         if (size := self.section.sequence_parallel) > 1:
             self.sequences = SequenceParallel(size, self.rank, self.ranks)
 
-    def slice_sequences(self, wrapped: Any) -> Any:
+    def slice_sequences(self, wrapped: object) -> Any:
         """Return `wrapped`, changed so that ranks share its sequences if the settings say so. Call `join_process_group` before."""
         if self.sequences is not None:
             self.sequences.install(wrapped)

@@ -224,7 +224,7 @@ class WorkerGroup:
 
     # ---- work -------------------------------------------------------------------------------------------------
 
-    def warm_start(self, files: Any, recipe: Recipe) -> Files:
+    def warm_start(self, files: object, recipe: Recipe) -> Files:
         first = self.by_rank[0]
         ref = first.actor.warm_start.remote(files, recipe, self._threads(first))
         try:
@@ -302,7 +302,7 @@ class WorkerGroup:
         """Return config.json of a critic's model."""
         return self.call(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
 
-    def compute(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
+    def compute(self, what: str, batch: Batch, *more: object) -> dict[str, np.ndarray]:
         """Compute values per response token under the current weights, by name.
 
         `what`: `logprobs` of a learner (`more`: the names, see `overlap_rules.passes`), `reference` of a reference, or `values` of a
@@ -312,7 +312,7 @@ class WorkerGroup:
         self.record_spans(spans for *_, spans in replies)
         return self._joined(replies)
 
-    def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
+    def ask(self, what: str, batch: Batch, *more: object) -> list[Any]:
         """Call method `what` of every rank with its share of the batch. Returns references for `wait_for_values`."""
         cut = {"update": self.cutter.of_update, "accumulate": self.cutter.of_gradients}.get(what, self.cutter.of_pass)
         if what in ("reference", "values"):  # their routers choose by themselves

@@ -28,7 +28,7 @@ BEGUN = ".begun"  # suffix of a file whose time is that of the newest call
 GROUP = ".group"  # suffix of a file with the number of the program's process and process group
 
 
-def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: str, ends: str) -> Any:
+def run_isolated(module: str, arguments: object, work_s: float, where: str, what: str, ends: str) -> Any:
     """Run `module` as a program that calls `isolated_main`, and return its result.
 
     Args:

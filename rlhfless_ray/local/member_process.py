@@ -55,7 +55,7 @@ class MemberProcess:
         """The member's process id, which is the first that it sends. `process` may only wait for it."""
         return pickle.load(self.reader)
 
-    def call(self, method: Any, args: tuple[Any, ...] = (), kwargs: JsonObject | None = None) -> None:
+    def call(self, method: object, args: tuple[object, ...] = (), kwargs: JsonObject | None = None) -> None:
         cloudpickle.dump((method, args, kwargs or {}), self.writer)
         self.writer.flush()
 

@@ -70,7 +70,7 @@ def detached_sessions(tell: Callable[[int], None]) -> AbstractContextManager[Any
     ray_starts = services.ConsolePopen
 
     class Detached(ray_starts):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
+        def __init__(self, *arguments: object, **settings: object) -> None:
             super().__init__(*arguments, **{**settings, "start_new_session": True})
             tell(self.pid)
 

@@ -8,8 +8,8 @@ import os
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.types import Span
 
 LARGE_PARAMETERS = 50_000_000  # from here on what an update takes from the system and gives back is worth some care
@@ -26,7 +26,7 @@ def large_page_environment(parameters: int) -> dict[str, str]:
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-def report_parked_memory(spans: list[Span]) -> dict[str, Any]:
+def report_parked_memory(spans: list[Span]) -> JsonObject:
     """Return {"memory_mb": host plus device memory of this process in MB, "spans": `spans`}.
 
     The last span's label names the device memory that torch has reserved. The CUDA context is not included: only the end of the
@@ -40,7 +40,7 @@ def report_parked_memory(spans: list[Span]) -> dict[str, Any]:
     return {"memory_mb": own_memory_mb() + on_device_mb, "spans": spans}
 
 
-def reserved_outside_mb(segments: Iterable[dict[str, Any]], pools: Container[tuple[int, int]]) -> float:
+def reserved_outside_mb(segments: Iterable[JsonObject], pools: Container[tuple[int, int]]) -> float:
     """Return the device memory in MB that torch has reserved outside of `pools`. `segments`: from `torch.cuda.memory_snapshot`."""
     return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) not in pools) / 2**20
 

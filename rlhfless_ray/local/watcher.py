@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -37,7 +36,7 @@ class Watcher:
             self.tell(temporary=str(temporary))
         threading.Thread(target=self._wait_for_end, name="end with Ray", daemon=True).start()
 
-    def tell(self, **about: Any) -> None:
+    def tell(self, **about: object) -> None:
         assert self.process.stdin is not None
         with self.tells, suppress(BrokenPipeError):  # somebody has killed the watcher: the run goes on without it
             self.process.stdin.write(json.dumps(about).encode() + b"\n")

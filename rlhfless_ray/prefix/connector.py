@@ -17,14 +17,15 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import vllm
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prefix.block_hash import chain
@@ -32,14 +33,19 @@ from rlhfless_ray.prefix.block_hasher import is_identified_by_tokens
 from rlhfless_ray.prefix.page_parts import LayerPart, PageParts
 from rlhfless_ray.prefix.pages import PageLayout, PageStore
 
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
 FULL_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 IGNORED_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")  # without influence on the KV
 
 
-def transfer_config(store: PageStore) -> Any:
+def transfer_config(store: PageStore) -> KVTransferConfig:
     """Return the `kv_transfer_config` of an engine that loads from and saves into `store`."""
-    from vllm.config import KVTransferConfig
-
     return KVTransferConfig(
         kv_connector="PageConnector",
         kv_connector_module_path=__name__,
@@ -60,7 +66,7 @@ class PageLoads(KVConnectorMetadata):
 class PageConnector(KVConnectorBase_V1):
     """vLLM's connector. vLLM creates one for the scheduler and one for the worker; both use the same store."""
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.store: PageStore = vllm_config.kv_transfer_config.kv_connector_extra_config["store"]
         self.block_size = vllm_config.cache_config.block_size
@@ -77,7 +83,7 @@ class PageConnector(KVConnectorBase_V1):
 
     # ---- the scheduler's side --------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Return the number of tokens in the store beyond those in the engine's own cache.
 
         At most all but the prompt's last token, so the number may end inside a block. That block belongs to the request, which
@@ -89,7 +95,7 @@ class PageConnector(KVConnectorBase_V1):
             self.store.computed[extra["name"]] = request.num_tokens - num_computed_tokens - matched
         return matched, False
 
-    def _match(self, request: Any, num_computed_tokens: int) -> int:
+    def _match(self, request: Request, num_computed_tokens: int) -> int:
         self.matched.pop(request.request_id, None)
         if not self.store.rows or not is_identified_by_tokens(request):
             return 0
@@ -101,7 +107,7 @@ class PageConnector(KVConnectorBase_V1):
         self.matched[request.request_id] = first, pages
         return min(tokens, (first + len(pages)) * self.block_size) - num_computed_tokens
 
-    def _addresses(self, request: Any, tokens: int) -> list[bytes]:
+    def _addresses(self, request: Request, tokens: int) -> list[bytes]:
         """Return the addresses of the pages of the first `tokens` tokens.
 
         vLLM has those of full blocks as block names (`BlockHasher`). The address of a partly filled last block is added.
@@ -112,7 +118,7 @@ class PageConnector(KVConnectorBase_V1):
             addresses += chain(addresses[-1] if addresses else self.store.layout.start(request.cache_salt), rest, self.block_size)
         return addresses
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         first, pages = self.matched.pop(request.request_id, (0, []))
         if num_external_tokens <= 0:
             return
@@ -121,12 +127,12 @@ class PageConnector(KVConnectorBase_V1):
         self.loads.pages += pages
         self.store.counts["loaded_tokens"] += num_external_tokens
 
-    def build_connector_meta(self, scheduler_output: Any) -> PageLoads:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PageLoads:
         self.store.counts["computed_tokens"] += scheduler_output.total_num_scheduled_tokens
         loads, self.loads = self.loads, PageLoads()
         return loads
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, JsonObject | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, JsonObject | None]:
         """Copy out requested pages. The request's blocks are its own until this returns."""
         name = request.sampling_params.extra_args.get("name")
         if name in self.store.to_save and not self.store.refused and is_identified_by_tokens(request):
@@ -136,7 +142,7 @@ class PageConnector(KVConnectorBase_V1):
             self.store.seconds["save"] += time.perf_counter() - start
         return False, None
 
-    def copy(self, request: Any, block_ids: Sequence[int]) -> dict[bytes, np.ndarray]:
+    def copy(self, request: Request, block_ids: Sequence[int]) -> dict[bytes, np.ndarray]:
         """Copy out the full pages of a running request between two steps."""
         name, full = request.sampling_params.extra_args["name"], request.num_computed_tokens // self.block_size
         if self.store.refused or not full or not is_identified_by_tokens(request):
@@ -147,7 +153,7 @@ class PageConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.layers = []
-        if self.store.refused:
+        if self.store.refused or self.cache is None:  # which refuses too
             return
         heads = self.config.model_config.get_num_kv_heads(self.config.parallel_config) if self.width > 1 else 0
         seen: set[int] = set()
@@ -171,7 +177,7 @@ class PageConnector(KVConnectorBase_V1):
         self.store.kind = PageLayout(fingerprint, self.block_size, self.parts.page_bytes)
         self.store.copy_out = self.read_part  # replaced in an engine of several members, see `join_parts`
 
-    def start_load_kv(self, forward_context: Any, **options: Any) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **options: object) -> None:
         loads = self._get_connector_metadata()
         assert isinstance(loads, PageLoads)
         if not loads.blocks:
@@ -194,7 +200,7 @@ class PageConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: all layers are loaded before the forward pass."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **options: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **options: object) -> None:
         """Nothing to do: pages are saved when a request ends."""
 
     def wait_for_save(self) -> None:
@@ -203,12 +209,12 @@ class PageConnector(KVConnectorBase_V1):
 
 def join_parts(store: PageStore, call_members: Callable[..., list[np.ndarray]]) -> None:
     """Make the store of an engine of several members copy out whole pages. `call_members`: calls a function with each member's worker."""
-    connector: Any = get_kv_transfer_group()
+    connector = get_kv_transfer_group()
     store.copy_out = lambda blocks: connector.parts.join(call_members(_read_part, list(blocks)))
 
 
-def _read_part(worker: Any, blocks: list[int]) -> np.ndarray:
-    connector: Any = get_kv_transfer_group()
+def _read_part(worker: object, blocks: list[int]) -> np.ndarray:
+    connector = get_kv_transfer_group()
     part: np.ndarray = connector.read_part(blocks)
     return part
 
@@ -230,7 +236,7 @@ class _Layer:
         outer = int(np.prod(self.shape[: self.heads_dim or 0]))
         return LayerPart(outer, self.bytes // outer)
 
-    def description(self) -> list[Any]:
+    def description(self) -> list[object]:
         """Describe a block of all members, so that engines of different widths have the same description."""
         order = sorted(range(self.cache.dim()), key=lambda d: -self.cache.stride()[d])
         shape = tuple(size * self.width if d == self.heads_dim else size for d, size in enumerate(self.shape))
@@ -267,7 +273,7 @@ def _heads_dim(shape: Sequence[int], heads: int) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def _model_description(config: Any) -> list[Any]:
+def _model_description(config: VllmConfig) -> list[object]:
     """Describe everything that gives KV bytes their meaning: model, dtypes, and the code that writes them."""
     model = config.model_config
     described = {key: value for key, value in model.hf_config.to_dict().items() if key not in IGNORED_CONFIG_KEYS}
@@ -286,7 +292,7 @@ def _model_description(config: Any) -> list[Any]:
     ]
 
 
-def _unsupported_reason(config: Any, cache: Any) -> str:
+def _unsupported_reason(config: VllmConfig, cache: KVCacheConfig) -> str:
     """Return why this engine's KV cannot be stored as pages, or "" if it can."""
     width, heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     if width > 1 and (heads % width or config.model_config.use_mla):  # latent attention has no heads in its KV

@@ -86,7 +86,7 @@ class PageIndex:
                 return
             self.drop(held)
 
-    def add(self, ref: Any, version: str, addresses: Sequence[bytes], page_bytes: int) -> HeldBundle:
+    def add(self, ref: object, version: str, addresses: Sequence[bytes], page_bytes: int) -> HeldBundle:
         """Register a bundle that is being computed. Later lookups return it."""
         held = HeldBundle(next(self.numbers), ref, version, tuple(addresses), len(addresses) * page_bytes, self.current_lookup)
         self.held[held.number] = held

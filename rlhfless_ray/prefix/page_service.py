@@ -176,7 +176,7 @@ class PrefixService:
     def keep_only(self, version: int) -> int:
         return self._call("keep_only", ANSWER_S, 0, version)
 
-    def _call(self, what: str, within_s: float, otherwise: Any, *arguments: Any) -> Any:
+    def _call(self, what: str, within_s: float, otherwise: object, *arguments: object) -> Any:
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 

@@ -14,7 +14,7 @@ from rlhfless_ray.weights.adapter import not_served
 from rlhfless_ray.weights.quantized_base import check_quantized, has_4_bits
 
 
-def check_policy(recipe: Recipe, config: Mapping[str, Any]) -> None:
+def check_policy(recipe: Recipe, config: Mapping[str, object]) -> None:
     """Raise UserError if engines or learner cannot have the policy of this config.json with the recipe's settings."""
     check_quantized(recipe, config)
     check_heads(recipe, config, "policy.path" if recipe.policy.path else "a policy made from scratch")

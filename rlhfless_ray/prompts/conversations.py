@@ -7,10 +7,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.read_rows import TableRow, without_null_values
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Turn = JsonObject
 
@@ -59,7 +62,7 @@ def cell_of(row: JsonObject, column: str) -> Any:
     return [{key: _calls(value, is_padded) if key == "tool_calls" else value for key, value in turn.items()} for turn in turns]
 
 
-def is_conversation(cell: Any) -> bool:
+def is_conversation(cell: object) -> bool:
     return isinstance(cell, list) and bool(cell) and all(isinstance(turn, dict) for turn in cell)
 
 
@@ -85,11 +88,11 @@ def _parsed(text: str, column: str) -> Any:
     return turns if _are_turns(turns) else text  # JSON that is no conversation is a prompt like others
 
 
-def _are_turns(value: Any) -> bool:
+def _are_turns(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in value)
 
 
-def _calls(calls: Any, is_padded: bool) -> Any:
+def _calls(calls: object, is_padded: bool) -> Any:
     if isinstance(calls, str):
         try:
             calls = json.loads(calls) if calls.strip() else None
@@ -195,7 +198,9 @@ class ChatRenderer:
         refuse_calls: Whether to refuse a turn that has tool calls only, if the template reads none.
     """
 
-    def __init__(self, tokenizer: Any, *, is_own: Callable[[str], bool] | None = None, refuse_calls: bool = True) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, is_own: Callable[[str], bool] | None = None, refuse_calls: bool = True
+    ) -> None:
         self.tokenizer, self.template = tokenizer, str(tokenizer.chat_template)
         self.is_own = is_own or (lambda key: False)
         self.refuse_calls = refuse_calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ TITLES = {  # of what orders the rows
 }
 
 
-def check_unchanged(state: Mapping[str, Any], now: object, titles: Mapping[str, str]) -> None:
+def check_unchanged(state: Mapping[str, object], now: object, titles: Mapping[str, str]) -> None:
     """Raise UserError if one of these values is not as in a checkpoint's `state`: going on would repeat some rows and skip others."""
     for name, title in titles.items():
         if name in state and state[name] != getattr(now, name):
@@ -83,7 +82,7 @@ class Cursor:
         """Raise UserError if the rows or their order are not those of `state`."""
         check_unchanged(state, self, TITLES)
 
-    def has_same_rows(self, state: Mapping[str, Any]) -> bool:
+    def has_same_rows(self, state: Mapping[str, object]) -> bool:
         """Return whether the rows are those of `state`, in whatever order."""
         return all(state.get(name) == getattr(self, name) for name in ("n_rows", "checksum"))
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class FirstToken:
     """The tokenizer's beginning-of-text token. `is_added`: whether the tokenizer puts it before each text, and the recipe allows it."""
 
-    def __init__(self, tokenizer: Any, allowed: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, allowed: bool) -> None:
         self.id: int | None = getattr(tokenizer, "bos_token_id", None)
         self.text: str = (getattr(tokenizer, "bos_token", None) or "") if self.id is not None else ""
         self.is_added = allowed and self.id is not None and tokenizer("")["input_ids"][:1] == [self.id]
@@ -39,7 +42,7 @@ class FirstToken:
             tokens = tokens[1:]
         return tokens
 
-    def template_writes_it(self, tokenizer: Any) -> bool:
+    def template_writes_it(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Return whether texts of the chat template begin with the token."""
         try:
             turns = [{"role": "user", "content": "a"}]

@@ -161,14 +161,14 @@ def tools_of(row: JsonObject, column: str, template: str) -> list[JsonObject] | 
     return [without_null_values(tool) for tool in tools] if has_padding else tools
 
 
-def without_null_values(value: Any) -> Any:
+def without_null_values(value: object) -> Any:
     """Return JSON without null values of objects. A genuine null of an Arrow table cannot be told from its padding."""
     if isinstance(value, list):
         return [without_null_values(item) for item in value]
     return {key: without_null_values(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
     return {list: "a list", str: "a string", dict: "an object", type(None): "null"}.get(type(value), "a number")
 
 

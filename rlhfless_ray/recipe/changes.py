@@ -103,7 +103,10 @@ class Changes:
 
 
 def changes(
-    before: Mapping[str, Any], now: RecipeFile, contents_before: Mapping[str, str] | None = None, contents: Mapping[str, str] | None = None
+    before: Mapping[str, object],
+    now: RecipeFile,
+    contents_before: Mapping[str, str] | None = None,
+    contents: Mapping[str, str] | None = None,
 ) -> Changes:
     """Compare a recipe with that of a checkpoint.
 
@@ -156,7 +159,7 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, An
             yield f"{prefix}{name}", _plain(default), _plain(value)
 
 
-def _value(tree: Mapping[str, Any], key: str, default: Any) -> Any:
+def _value(tree: Mapping[str, object], key: str, default: object) -> Any:
     """Return the value of a dotted key in a recipe's tree."""
     at: Any = tree
     for name in key.split("."):
@@ -166,16 +169,16 @@ def _value(tree: Mapping[str, Any], key: str, default: Any) -> Any:
     return _plain(at)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     """Return the function that a value such as `folder/file.py:function` names."""
     return value.rpartition(":")[2] if isinstance(value, str) and ".py:" in value else ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
     return f"`{text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + '…'}`"
 

@@ -44,7 +44,7 @@ def read_value(model: type[BaseModel], key: str, text: str) -> Any:
     return Word(text) if text.lower() in (*SWITCHES, "null", "~") else text
 
 
-def set_key(tree: JsonObject, key: str, value: Any, where: str) -> None:
+def set_key(tree: JsonObject, key: str, value: object, where: str) -> None:
     """Set a dotted key in a recipe's tree. Raises UserError, whose message begins with `where`."""
     *parents, leaf = key.split(".")
     node = tree

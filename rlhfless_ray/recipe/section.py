@@ -41,7 +41,7 @@ RunName = Annotated[Name, Field(pattern=r"^(\w[\w.-]*)?$")]
 
 
 class _ByConstructor(ModelMetaclass):
-    def __call__(cls, *arguments: Any, **settings: Any) -> Any:
+    def __call__(cls, *arguments: object, **settings: object) -> Any:
         """Make a section from keywords. Raises UserError for the first mistake, as reading a file does."""
         if arguments:
             advice = "; read a dict with its method `parse`, and a file with `load`" if hasattr(cls, "load") else ""
@@ -57,7 +57,7 @@ class Section(BaseModel, metaclass=_ByConstructor):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_by_type(cls: type[Self], value: Any, info: ValidationInfo) -> Any:
+    def _read_by_type(cls: type[Self], value: object, info: ValidationInfo) -> object:
         """Give a key for texts the text of a number. Reject `true` for a number, which Python takes for 1, and `off` for a text."""
         field = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and field.annotation in NUMBERS:
@@ -70,18 +70,18 @@ class Section(BaseModel, metaclass=_ByConstructor):
         return as_texts(value) if is_text or _has_texts_only(field.annotation) else value
 
 
-def takes_text(annotation: Any) -> bool:
+def takes_text(annotation: object) -> bool:
     """Return whether a key takes one text, and nothing else but None."""
     return _leaves(annotation) - {NoneType} == {str} and typing.get_origin(annotation) not in (list, dict)
 
 
-def _has_texts_only(annotation: Any) -> bool:
+def _has_texts_only(annotation: object) -> bool:
     """Return whether all values in a list or mapping are texts."""
     return _leaves(annotation) - {NoneType} == {str}
 
 
 @cache
-def _leaves(annotation: Any) -> frozenset[Any]:
+def _leaves(annotation: object) -> frozenset[object]:
     """Return the types of which an annotation is made."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is Annotated:
@@ -99,7 +99,7 @@ def raise_first(*checks: Callable[[], Iterator[str]]) -> None:
             raise ValueError(mistake)
 
 
-def _on_or_off(value: Any) -> Any:
+def _on_or_off(value: object) -> object:
     """Convert true, `yes` and the like to `on`, and false to `off`."""
     return {True: "on", False: "off"}[value] if isinstance(value := switch(value), bool) else value
 
@@ -107,31 +107,31 @@ def _on_or_off(value: Any) -> Any:
 OffIsAWord = BeforeValidator(_on_or_off)
 
 
-def _count_or_auto(value: Any, least: int = 1) -> Any:
+def _count_or_auto(value: object, least: int = 1) -> object:
     """Reject other values in one sentence: pydantic would report each member of the union."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return value
     raise ValueError(f"expected `auto` or a whole number of at least {least}")
 
 
-def _number_or_auto(value: Any) -> Any:
+def _number_or_auto(value: object) -> object:
     if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
         return value
     raise ValueError("expected `auto` or a number")
 
 
-def _switch_or_auto(value: Any) -> Any:
+def _switch_or_auto(value: object) -> object:
     if (value := switch(value)) == "auto" or isinstance(value, bool):
         return value
     raise ValueError("expected `auto`, true or false")
 
 
-def _one_or_several(value: Any) -> Any:
+def _one_or_several(value: object) -> object:
     """Read one text as a list of it, and an empty one as an empty list."""
     return ([value] if value else []) if isinstance(value, str) else value
 
 
-def _stop_words(value: Any) -> Any:
+def _stop_words(value: object) -> object:
     """Read one word as a list of it. Reject other values in one sentence: pydantic would name a place in the list."""
     words = [value] if isinstance(value, str) else value
     if isinstance(words, list | tuple) and all(isinstance(word, str) and word for word in words):

@@ -6,31 +6,37 @@ Settings whose meaning would be in doubt are refused instead, by the recipes' ow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.section import Section
 from rlhfless_ray.recipe.supervised_sections import PAIRED, SupervisedRecipe
 
+AnyRecipe = Recipe | SupervisedRecipe
+R = TypeVar("R", bound=AnyRecipe)
 
-class UnusedKeys(NamedTuple):
+
+@dataclass(frozen=True)
+class UnusedKeys(Generic[R]):
     """Keys, separated by spaces, that have no effect in a recipe for which `holds` is true. `why` completes a sentence about them."""
 
     keys: str
     why: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[R], object]
 
 
-def _has_sink(recipe: Any) -> bool:
+def _has_sink(recipe: AnyRecipe) -> bool:
     watch = recipe.watch
     return watch.tensorboard or watch.wandb != "off" or bool(watch.mlflow or watch.trackio) or watch.prometheus
 
 
 SCORING = "reward.contract reward.workers reward.timeout_s"
-COMMON = (
+COMMON: tuple[UnusedKeys[AnyRecipe], ...] = (
     UnusedKeys(
         "policy.hidden_size policy.layers policy.context_tokens warm_start.steps warm_start.batch_size warm_start.learning_rate",
         "only a policy made from scratch has them, and policy.path names a model",
-        lambda r: bool(r.policy.path),
+        lambda r: r.policy.path,
     ),
     UnusedKeys("evaluate.split", "evaluate.path names no data set", lambda r: not r.evaluate.path),
     UnusedKeys("watch.tensorboard_path", "watch.tensorboard is off", lambda r: not r.watch.tensorboard),
@@ -39,12 +45,12 @@ COMMON = (
     UnusedKeys("watch.every_steps", "metrics.jsonl has every step, and nothing else logs them", lambda r: not _has_sink(r)),
 )
 
-OF_RUNS = (
+OF_RUNS: tuple[UnusedKeys[Recipe], ...] = (
     UnusedKeys("run.steps", "run.episodes determines the steps", lambda r: r.run.episodes is not None),
     UnusedKeys(
         "prompts.prompt_column prompts.split",
         "the built-in task of prompts.task has columns of its own, and no splits",
-        lambda r: bool(r.prompts.task),
+        lambda r: r.prompts.task,
     ),
     UnusedKeys(
         "prompts.answer_column", "the built-in task of prompts.task has its own", lambda r: r.prompts.task and r.prompts.answer_column
@@ -72,15 +78,15 @@ OF_RUNS = (
     UnusedKeys(
         SCORING,
         "the reward model of reward.model_path scores in reward.ranks processes, within reward.deadline_s",
-        lambda r: bool(r.reward.model_path),
+        lambda r: r.reward.model_path,
     ),
-    UnusedKeys("reward.contract", "reward.url names servers", lambda r: bool(r.reward.url)),
+    UnusedKeys("reward.contract", "reward.url names servers", lambda r: r.reward.url),
     UnusedKeys(
         "reward.deadline_s",
         "only reward.url and reward.model_path use it, and neither is set",
         lambda r: not r.reward.url and not r.reward.model_path,
     ),
-    UnusedKeys(SCORING, "the agent of agent.path gives the rewards", lambda r: bool(r.agent.path)),
+    UnusedKeys(SCORING, "the agent of agent.path gives the rewards", lambda r: r.agent.path),
     UnusedKeys("reward.overlong_feedback", "agent.path names no agent", lambda r: not r.agent.path),
     UnusedKeys(
         "algorithm.kl.estimator algorithm.kl.place algorithm.kl.limit algorithm.kl.unbiased_gradient",
@@ -100,7 +106,7 @@ OF_RUNS = (
     UnusedKeys(
         "objective.prefer",
         "objective.deadline_s, budget or knee takes precedence",
-        lambda r: bool(r.objective.deadline_s or r.objective.budget or r.objective.knee),
+        lambda r: r.objective.deadline_s or r.objective.budget or r.objective.knee,
     ),
     UnusedKeys(
         "reward.clip_range reward.overlong_buffer_tokens reward.overlong_limit_tokens reward.overlong_penalty reward.stop_properly_penalty",
@@ -114,10 +120,10 @@ OF_RUNS = (
     ),
 )
 
-OF_STAGES = (
+OF_STAGES: tuple[UnusedKeys[SupervisedRecipe], ...] = (
     UnusedKeys("run.epochs", "run.steps determines the steps", lambda r: r.run.steps is not None and r.run.schedule_end == "last_step"),
     UnusedKeys("run.schedule_end", "only data.remainder=carry adds steps to an epoch's batches", lambda r: r.data.remainder != "carry"),
-    UnusedKeys("data.split", "the built-in task of data.task has no splits", lambda r: bool(r.data.task)),
+    UnusedKeys("data.split", "the built-in task of data.task has no splits", lambda r: r.data.task),
     UnusedKeys("data.tools_column", "only data.template=chat reads tools", lambda r: r.data.template == "none"),
     UnusedKeys("data.add_bos", "the chat template decides it", lambda r: r.data.template == "chat"),
     UnusedKeys("data.input_template", "data.prompt_column is empty, so there are no prompts", lambda r: not r.data.prompt_column),
@@ -143,8 +149,8 @@ def without_effect(recipe: Recipe | SupervisedRecipe, resource: str = "", *, pri
 
     `resource`: "cpu" or "gpu", the kind of the run's slots. `private`: whether the run has started its Ray. Both may be unknown.
     """
-    rules = [*COMMON, *(OF_STAGES if isinstance(recipe, SupervisedRecipe) else OF_RUNS)]
-    found = [(rule.keys, rule.why) for rule in rules if rule.holds(recipe)]
+    found = _unused(COMMON, recipe)
+    found += _unused(OF_STAGES, recipe) if isinstance(recipe, SupervisedRecipe) else _unused(OF_RUNS, recipe)
     if resource:
         found.append(ON_CPU if resource == "cpu" else ON_GPU)
     if private is not None:
@@ -153,18 +159,23 @@ def without_effect(recipe: Recipe | SupervisedRecipe, resource: str = "", *, pri
         yield from sentences(recipe, keys.split(), why)
 
 
-def sentences(recipe: Any, keys: Iterable[str], why: str) -> Iterator[str]:
+def _unused(rules: Iterable[UnusedKeys[R]], recipe: R) -> list[tuple[str, str]]:
+    return [(rule.keys, rule.why) for rule in rules if rule.holds(recipe)]
+
+
+def sentences(recipe: AnyRecipe, keys: Iterable[str], why: str) -> Iterator[str]:
     """Yield the sentence about those of the keys that have another value than their default, if there are any."""
     named = recipe._named
     if changed := [key for key in keys if (named is None or key in named) and _differs_from_default(recipe, key)]:
         yield f"{', '.join(changed)} {'has' if len(changed) == 1 else 'have'} no effect: {why}"
 
 
-def _differs_from_default(recipe: Any, key: str) -> bool:
+def _differs_from_default(recipe: AnyRecipe, key: str) -> bool:
     """Return whether a key of the recipe has another value than its default. A recipe without its section has the default."""
     *sections, name = key.split(".")
+    holder: Section | None = recipe
     for section in sections:
-        recipe = getattr(recipe, section, None)
-    if recipe is None or name not in type(recipe).model_fields:
+        holder = getattr(holder, section, None)
+    if holder is None or name not in type(holder).model_fields:
         return False
-    return bool(getattr(recipe, name) != type(recipe).model_fields[name].get_default(call_default_factory=True))
+    return bool(getattr(holder, name) != type(holder).model_fields[name].get_default(call_default_factory=True))

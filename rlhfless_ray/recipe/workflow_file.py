@@ -205,7 +205,7 @@ def _expand(stages: Sequence[WorkflowStage], results: dict[str, str]) -> Iterato
                     results[inner_stage.name] = results[name]
 
 
-def _resolved(value: Any, resolve: Resolve) -> Any:
+def _resolved(value: object, resolve: Resolve) -> Any:
     """Replace references in all texts of a tree."""
     if isinstance(value, str):
         return REFERENCE.sub(lambda match: resolve(match[1]), value)
@@ -214,7 +214,7 @@ def _resolved(value: Any, resolve: Resolve) -> Any:
     return {key: _resolved(item, resolve) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _setting(recipe: Any, key: str) -> Any:
+def _setting(recipe: object, key: str) -> Any:
     """Return a value of a recipe, None if it has no such key."""
     section, _, name = key.partition(".")
     value = getattr(recipe, section, None)

@@ -38,12 +38,12 @@ class Word(str):
     """A word without quotes, such as `off`, that may be meant as a switch."""
 
 
-def switch(value: Any) -> Any:
+def switch(value: object) -> object:
     """Return the boolean that a word such as `off` means. Other values pass unchanged."""
     return SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def as_texts(value: Any) -> Any:
+def as_texts(value: object) -> object:
     """Return a value with the texts of YAML's numbers in place of the numbers, and of paths in place of Python's objects for them."""
     if isinstance(value, PurePath):
         return str(value)
@@ -80,7 +80,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         number.text = text
         return number
 
-    def construct_word(self, node: Any) -> Any:
+    def construct_word(self, node: object) -> object:
         text = self.construct_scalar(node)
         return switch(text) if text.lower() in ("true", "false") else Word(text)
 
@@ -118,7 +118,7 @@ def read_yaml(text: str) -> Any:
         raise yaml.YAMLError("it is nested too deeply") from None
 
 
-def write_yaml(tree: Any) -> str:
+def write_yaml(tree: object) -> str:
     """Format a tree as YAML, its keys in order."""
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text

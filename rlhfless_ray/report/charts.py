@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfless_ray.common.data_files import read_data_file
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.formatting import are_shares, finite, finite_values, number, round_up
 
-Row = dict[str, Any]
+Row = JsonObject
 MAX_POINTS = 500  # per line: more are not visible and slow the page down
 
 
@@ -66,7 +67,7 @@ def thin(rows: Sequence[Row], limit: int = MAX_POINTS) -> list[Row]:
     return thinned
 
 
-def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **options: Any) -> Row:
+def line(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, **options: Any) -> Row:
     """Return a line trace, with markers if there are few points."""
     style = {"color": colour, "width": options.pop("width", 2)} | options.pop("style", {})
     mode = "lines+markers" if len(xs) <= 40 else "lines"
@@ -74,7 +75,7 @@ def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **options
     return trace | {"marker": {"size": 5, "color": colour}, "cliponaxis": False} | options
 
 
-def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **options: Any) -> list[Row]:
+def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **options: object) -> list[Row]:
     """Return a line trace, thinned, of each metric that the run has. `metrics`: (key, name, colour, dash)."""
     return [
         line(xs, ys, name, colour, style={"dash": dash}, **options)
@@ -93,7 +94,7 @@ def line_charts(part: str, rows: Sequence[Row]) -> list[Chart]:
     return [chart for chart in charts if chart.data]
 
 
-def markers(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, symbol: str, size: int = 8, **options: Any) -> Row:
+def markers(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, symbol: str, size: int = 8, **options: object) -> Row:
     """Return a trace of single points."""
     trace = {"type": "scatter", "mode": "markers", "x": list(xs), "y": list(ys), "name": name}
     return trace | {"marker": {"symbol": symbol, "size": size, "color": colour}} | options

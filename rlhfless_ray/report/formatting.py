@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 DASH = "–"
+Figure = SupportsFloat | str | None
 
 
-def finite(value: Any) -> float | None:
+def finite(value: Figure) -> float | None:
     """Return the value as a float, or None if it is missing, not a number, NaN or infinite."""
-    if isinstance(value, bool):
-        return float(value)
     try:
-        number = float(value)
+        number = float("nan" if value is None else value)
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
@@ -26,7 +25,7 @@ def finite_values(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     return [value for value in (finite(row.get(key)) for row in rows) if value is not None]
 
 
-def total(rows: Iterable[Mapping[str, Any]], key: str) -> float | None:
+def total(rows: Iterable[Mapping[str, object]], key: str) -> float | None:
     """Return the sum of a metric over the rows, or None if no row has it."""
     values = finite_values(rows, key)
     return sum(values) if values else None
@@ -38,7 +37,7 @@ def round_up(width: float) -> float:
     return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= width * 0.999)
 
 
-def number(value: Any, digits: int = 3) -> str:
+def number(value: Figure, digits: int = 3) -> str:
     """Format with `digits` significant digits: 0.00123, 4.56, 1,235; very small and large numbers as 1.2e-07."""
     x = finite(value)
     if x is None:
@@ -55,7 +54,7 @@ def number(value: Any, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def percent(share: Any, decimals: int = 1) -> str:
+def percent(share: Figure, decimals: int = 1) -> str:
     """Format a share (0 … 1) as a percentage."""
     x = finite(share)
     return DASH if x is None else f"{100 * x:.{decimals}f}%"
@@ -66,7 +65,7 @@ def are_shares(values: Iterable[float]) -> bool:
     return all(0 <= value <= 1 for value in values)
 
 
-def duration(seconds: Any) -> str:
+def duration(seconds: Figure) -> str:
     """Format seconds in up to two units: 0.42 s, 12.3 s, 3 min 20 s, 2 h 05 min, 3 d 4 h."""
     x = finite(seconds)
     if x is None:
@@ -83,7 +82,7 @@ def duration(seconds: Any) -> str:
     return f"{total // 86400} d {total % 86400 // 3600} h"
 
 
-def slot_time(slot_seconds: Any) -> str:
+def slot_time(slot_seconds: Figure) -> str:
     """Format slot-seconds, from 10,000 on as slot-hours."""
     x = finite(slot_seconds)
     if x is None:
@@ -91,7 +90,7 @@ def slot_time(slot_seconds: Any) -> str:
     return f"{number(x / 3600)} slot-h" if abs(x) >= 10_000 else f"{number(x)} slot-s"
 
 
-def money(amount: Any) -> str:
+def money(amount: Figure) -> str:
     """Format an amount of money. The recipe names no currency."""
     x = finite(amount)
     if x is None:
@@ -99,7 +98,7 @@ def money(amount: Any) -> str:
     return f"{x:,.2f}" if abs(x) >= 1 else number(x)
 
 
-def short(value: Any) -> str:
+def short(value: Figure) -> str:
     """Format large counts with a suffix: 950, 12.3 k, 4.56 M."""
     x = finite(value)
     if x is None:

@@ -227,7 +227,7 @@ def _clean(row: JsonObject) -> tuple[JsonObject, dict[str, float]]:
     """Convert to JSON values, and return the keys whose value was NaN or infinite."""
     bad: dict[str, float] = {}
 
-    def plain(key: str, value: Any) -> Any:
+    def plain(key: str, value: object) -> Any:
         if value is None or isinstance(value, (str, bool, int)):
             return value
         if isinstance(value, float):  # numpy's float64 is one too

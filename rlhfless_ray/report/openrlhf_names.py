@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhfless_ray.common.data_files import read_data_file
+from rlhfless_ray.common.json_types import JsonObject
 
 SAMPLE = "train/generated_samples"
 
@@ -29,9 +30,9 @@ OF_STAGE: dict[str, list[str]] = _TABLES["stage"]
 OF_SOURCE: dict[str, str] = _TABLES["source"]
 
 
-def renamed(row: dict[str, Any]) -> dict[str, Any]:
+def renamed(row: JsonObject) -> JsonObject:
     """Return the row under OpenRLHF's names; other metrics keep their names."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     of_stage = ("learn/loss" in row or "eval/loss" in row) and "learn/policy_loss" not in row
     others = {**OF_STAGE, **_loss_names(row)} if of_stage else {}
     for name, value in row.items():
@@ -44,7 +45,7 @@ def renamed(row: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _loss_names(row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+def _loss_names(row: JsonObject) -> dict[str, tuple[str, ...]]:
     """Return the names of a supervised stage's loss, and of the evaluations of launchers that have names of their own for them."""
     if {"learn/preference_loss", "eval/preference_loss"} & row.keys():  # train_dpo logs the part that compares responses
         return {
@@ -62,7 +63,7 @@ def _loss_names(row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     return {**loss, "eval/loss": ("eval/eval prm_loss",), "eval/accuracy": ("eval/eval acc",)}
 
 
-def _timing(row: dict[str, Any]) -> dict[str, float]:
+def _timing(row: JsonObject) -> dict[str, float]:
     """Return the seconds of a step's four parts, and their sum, which excludes evaluations and the like."""
 
     def seconds(*phases: str) -> float:
@@ -77,7 +78,7 @@ def _timing(row: dict[str, Any]) -> dict[str, float]:
     return {f"train/timing/{name}": value for name, value in {**parts, "step_total": sum(parts.values())}.items()}
 
 
-def step_line(row: dict[str, Any]) -> str:
+def step_line(row: JsonObject) -> str:
     """Format `Global step N: {…}`, as OpenRLHF logs every step."""
     shown = {
         name.removeprefix("train/"): value

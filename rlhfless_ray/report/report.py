@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.json_types import JsonObject
@@ -94,7 +94,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     )
 
 
-def write_page(folder: Path, template: str, drawn: Sequence[Chart], leases: JsonObject | None = None, **values: Any) -> Path:
+def write_page(folder: Path, template: str, drawn: Sequence[Chart], leases: JsonObject | None = None, **values: object) -> Path:
     """Write `report.html`, a page with its charts and the scripts that draw them, and return its path.
 
     `leases`: data of the lease timeline, if the page has one.
@@ -128,7 +128,7 @@ def _present(*charts: Chart | None) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """Encode as JSON that cannot close the script element which contains it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for character in "<>&\u2028\u2029":

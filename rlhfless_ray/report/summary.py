@@ -6,7 +6,6 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 from rlhfless_ray.report.charts import Row
 from rlhfless_ray.report.cost_charts import by_kind
@@ -240,7 +239,7 @@ def _sample(label: str, row: Row) -> Row:
     }  # fmt: skip
 
 
-def _clip(text: Any, limit: int = MAX_TEXT_CHARS) -> str:
+def _clip(text: object, limit: int = MAX_TEXT_CHARS) -> str:
     text = "" if text is None else str(text)
     return text if len(text) <= limit else f"{text[: limit // 2]}\n[… {len(text) - limit:,} characters …]\n{text[-limit // 2 :]}"
 
@@ -273,7 +272,7 @@ def _run_name(record: RunRecord) -> str:
     return str((record.settings.get("run") or {}).get("name") or record.folder.resolve().name)
 
 
-def _moment(value: Any) -> str | None:
+def _moment(value: object) -> str | None:
     try:
         return datetime.fromisoformat(str(value)).strftime("%Y-%m-%d %H:%M:%S %Z").strip()
     except ValueError:

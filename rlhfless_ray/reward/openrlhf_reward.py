@@ -110,7 +110,7 @@ class QueryWorker(Worker):
             return describe_exception(error, self.source.file)
 
 
-def scores_of(value: Any, keys: list[int], who: str) -> list[Score]:
+def scores_of(value: object, keys: list[int], who: str) -> list[Score]:
     """Convert either form of result to scores, one per key.
 
     A reward that is not a finite number becomes the error of its sample. Raises BadReturn for wrong keys, lengths or types.
@@ -136,7 +136,7 @@ def scores_of(value: Any, keys: list[int], who: str) -> list[Score]:
     ]
 
 
-def _score(key: int, reward: Any, score: Any, logs: JsonObject, who: str) -> Score:
+def _score(key: int, reward: object, score: object, logs: JsonObject, who: str) -> Score:
     try:
         made = Score(key, to_finite_float(reward))
     except ValueError as error:
@@ -147,7 +147,7 @@ def _score(key: int, reward: Any, score: Any, logs: JsonObject, who: str) -> Sco
         return Score(key, None, f"{who} returned, in `scores` or `extra_logs`, {error}")
 
 
-def per_sample(values: Any, count: int, name: str, one_for_all: bool = False) -> list[Any]:
+def per_sample(values: object, count: int, name: str, one_for_all: bool = False) -> list[Any]:
     """Convert a list, array or tensor with `count` elements to a flat list.
 
     A single value is accepted for one sample, or for all of them with `one_for_all`.

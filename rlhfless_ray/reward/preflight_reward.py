@@ -10,7 +10,7 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,12 +23,15 @@ from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.source import Score, item_factory
 from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SERVER_S = 30.0  # wait for a server that the same script has just started
 CONNECT_S, POLL_S = 5.0, 0.5
 SLACK_S = 1.0  # for a call that returns just in time
 
 
-def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: float, label_column: str = "") -> None:
+def dry_call(source: object, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, timeout_s: float, label_column: str = "") -> None:
     """Score made-up responses to the first prompts: empty ones and the labels themselves.
 
     Raises UserError if the function of a file fails for all of them, hangs or ends its process, or if no server of an HTTP source accepts
@@ -47,7 +50,7 @@ def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: floa
         raise UserError(f"{where}: it fails in a dry call with made-up responses: {scores[0].error}")
 
 
-def check_references(source: Any, prompts: Sequence[Prompt]) -> str | None:
+def check_references(source: object, prompts: Sequence[Prompt]) -> str | None:
     """Return a note on references that `math` compares only as text. Raises UserError for a prompt without one that it can read."""
     if not isinstance(source, RewardSource) or source.kind != "math":
         return None
@@ -89,7 +92,7 @@ def find_server(urls: Sequence[str], within_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def _items(source: QuerySource, prompts: list[Prompt], tokenizer: Any) -> list[Any]:
+def _items(source: QuerySource, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     items, make_item = [], item_factory(source, tokenizer)
     for key in range(max(2, source.batch_samples)):
         prompt = prompts[key % len(prompts)]

@@ -29,6 +29,8 @@ from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.tensor_file import Files, read_header
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhfless_ray.recipe import Recipe
 
 KEY = "reward.model_path"
@@ -59,7 +61,7 @@ class RewardModelSource(Source):
     deterministic: bool = False  # see `run.deterministic`
 
     @classmethod
-    def load(cls, recipe: Recipe, tokenizer: Any) -> RewardModelSource:
+    def load(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RewardModelSource:
         """Read the folder. Raises UserError if it is not a reward model or its tokens are not the policy `tokenizer`'s."""
         reward = recipe.reward
         files = read_folder(Path(reward.model_path), KEY)
@@ -217,7 +219,7 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     return Head(name, *output_scale(config, setting, "reward.normalize")) if normalize else Head(name)
 
 
-def check_same_tokens(files: Files, tokenizer: Any, trust_remote_code: bool) -> None:
+def check_same_tokens(files: Files, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> None:
     """Raise UserError unless both tokenizers have the same vocabulary: the model reads the policy's tokens."""
     if load_tokenizer(files, trust_remote_code, KEY).get_vocab() != tokenizer.get_vocab():
         raise UserError(

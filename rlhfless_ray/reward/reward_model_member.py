@@ -17,7 +17,7 @@ class RewardModelMember:
     def __init__(self) -> None:
         self.model: Any = None
 
-    def load(self, *model: Any, divide: tuple[Any, ...]) -> None:
+    def load(self, *model: Any, divide: tuple[object, ...]) -> None:
         """`model`: arguments of `ScalarModel.load`."""
         from rlhfless_ray.reward.scalar_model import ScalarModel
 

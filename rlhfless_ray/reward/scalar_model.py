@@ -15,7 +15,7 @@ from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
 
 
 class LastHiddenStates(nn.Module):
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: object) -> None:
         super().__init__()
         self.model: Any = base
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.lease import Lease, Slot
@@ -15,11 +15,14 @@ from rlhfless_ray.reward.source import Source, item_factory
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample, SampleId, Scored
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 START_S = 3.0  # start of a reward process: its imports, measured on two cores
 
 
 class ScoreStage:
-    def __init__(self, context: RunContext, pool: WorkerPool, source: Source, tokenizer: Any = None) -> None:
+    def __init__(self, context: RunContext, pool: WorkerPool, source: Source, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """`source`: converts samples to workers' inputs."""
         self.context, self.pool = context, pool
         self.item, self.call_s = item_factory(source, tokenizer), source.call_s(context.recipe.reward.timeout_s)

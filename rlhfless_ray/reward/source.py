@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhfless_ray.types import Sample
 
 Decode = Callable[[list[int]], str]  # token ids → text, special tokens kept
@@ -59,6 +61,6 @@ class Source:
         return timeout_s
 
 
-def item_factory(source: Source, tokenizer: Any) -> MakeItem:
+def item_factory(source: Source, tokenizer: PreTrainedTokenizerBase) -> MakeItem:
     """Return the function that converts a sample, with its key, to the input of the source's worker."""
     return lambda key, sample: source.item(key, sample, lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False))

@@ -46,7 +46,7 @@ class TimeLimit:
             ended.set()
             signal.signal(signal.SIGALRM, before)
 
-    def call(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, seconds: float, function: Callable[..., Any], *arguments: object) -> Any:
         """Call the function and return its value. Raises TimeLimitExceeded, also if the function caught the interruption."""
         self._rang = False
         signal.signal(LIMIT_SIGNAL, self._ring)  # it stays: a late signal would end a process without a handler

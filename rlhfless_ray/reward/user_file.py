@@ -10,7 +10,6 @@ import traceback
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhfless_ray.common.errors import UserError, one_line_with_type
 
@@ -69,7 +68,7 @@ class UserFile:
         return lines[-1] if lines else None
 
 
-def read_function(path: str, name: str, contract: str, arguments: tuple[Any, ...]) -> UserFile:
+def read_function(path: str, name: str, contract: str, arguments: tuple[object, ...]) -> UserFile:
     """Read a file and check its function `name` by loading it once.
 
     Raises UserError if the file cannot be loaded, or if the function is missing, not callable, or cannot be called with `arguments`.

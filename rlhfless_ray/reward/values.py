@@ -37,7 +37,7 @@ def to_float(value: object) -> float:
         raise ValueError("a number too large for a float") from None
 
 
-def unwrap(value: Any) -> Any:
+def unwrap(value: object) -> Any:
     """Unwrap arrays, tensors and lists with one element, such as the rows of a tensor of shape (n, 1)."""
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -98,7 +98,7 @@ class Plugin:
         """Take over an engine without work, and return whether it did. Otherwise `DriverSettings.decide` is asked."""
         return False
 
-    def metrics(self, before: Mapping[str, Any]) -> dict[str, Any]:
+    def metrics(self, before: Mapping[str, object]) -> dict[str, Any]:
         """Return metrics for the step's row. `before`: those of the step's earlier rollouts, to which counts are added."""
         return {}
 
@@ -185,7 +185,7 @@ class LiveRollout:
             attached |= plugin.attach(number, requests)
         return attached
 
-    def metrics(self, before: Mapping[str, Any]) -> dict[str, Any]:
+    def metrics(self, before: Mapping[str, object]) -> dict[str, Any]:
         """Return metrics of the rollout and of its plugins, see `Plugin.metrics`."""
         metrics = self.result.metrics(before)
         for plugin in self.plugins:

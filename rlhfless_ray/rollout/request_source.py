@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from rlhfless_ray.rollout.live_rollout import RequestSource
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, Prompt, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class WantedResponses:
 class PlainRequests(RequestSource):
     samples: ResponseSamples
 
-    def __init__(self, tokenizer: Any, wanted: WantedResponses) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, wanted: WantedResponses) -> None:
         self.samples = ResponseSamples(wanted.requests, wanted.prompts, tokenizer)
         self.token_log = TokenLog(wanted.requests, wanted.before, wanted.keeps_kv, wanted.expected)
         self.total, self.version, self.ended = len(wanted.requests), wanted.version, self.token_log.completions

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.types import Completion, Prompt, Request, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ResponseSamples:
     """The samples of a rollout, by the keys of its requests."""
 
-    def __init__(self, requests: Sequence[Request], prompts: Iterable[Prompt], tokenizer: Any) -> None:
+    def __init__(self, requests: Sequence[Request], prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
         """`prompts`: of all requests, in any order."""
         self.ids, self.tokenizer = [request.id for request in requests], tokenizer
         self.prompts = {prompt.index: prompt for prompt in prompts}

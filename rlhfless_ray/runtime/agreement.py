@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError, describe_failure
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.instance import GONE
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
@@ -44,7 +44,7 @@ def tolerance(dtype: str, quantization: str) -> float:
     return max(TOLERANCE[dtype], QUANTIZED[quantization])
 
 
-def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float, min_tokens: int = 0, top_k: int = 0) -> dict[str, Any]:
+def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float, min_tokens: int = 0, top_k: int = 0) -> JsonObject:
     """Return the tolerance of a step's mean mismatch, and 1 if the mismatch is above it, else 0.
 
     Sampling with top-p raises log-probabilities by at most -log(top_p). Empty if the learner trained on no token. Empty also with
@@ -76,7 +76,7 @@ class Agreement:
         elif not stats.trained_tokens:
             self.is_due = True
 
-    def compare(self, stats: UpdateStats, has_old_tokens: bool) -> dict[str, Any]:
+    def compare(self, stats: UpdateStats, has_old_tokens: bool) -> JsonObject:
         """Return the result of `compare_mismatch` for a step's update.
 
         Empty if older weights drew some of its tokens: the difference is then that between two versions. The step before may have carried

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.prompts.load_prompts import load_prompts
 from rlhfless_ray.recipe.generation import GenerationRecipe
@@ -231,7 +231,7 @@ def _check_same_rows(prompts: dict[str, list[Prompt]]) -> None:
             )
 
 
-def _generate(recipe: GenerationRecipe, prompts: list[Prompt], notes: tuple[str, ...], folder: Path) -> list[list[dict[str, Any]]]:
+def _generate(recipe: GenerationRecipe, prompts: list[Prompt], notes: tuple[str, ...], folder: Path) -> list[list[JsonObject]]:
     """Generate a model's missing responses, and return the rows of all of them by prompt."""
     with Generation(recipe, prompts=prompts, notes=notes, resume=(folder / RECORD).is_file()) as run:
         for _ in run:
@@ -275,7 +275,7 @@ def _load(recipe: GenerationRecipe, data: Sequence[str]) -> tuple[list[Prompt], 
     else:
         data_sets, notes = {}, ()
         for name in data:
-            prompts: dict[str, Any] = {"prompts.task": "", "prompts.path": name, "prompts.paths": [], "prompts.probabilities": None}
+            prompts: JsonObject = {"prompts.task": "", "prompts.path": name, "prompts.paths": [], "prompts.probabilities": None}
             one = recipe.with_settings({**prompts, "evaluate.prompts": 0, "evaluate.path": ""})
             loaded = load_prompts(one, tokenizer, longest)
             data_sets[name if name not in data_sets else f"{name}-{len(data_sets)}"] = loaded.train
@@ -290,7 +290,7 @@ def _load(recipe: GenerationRecipe, data: Sequence[str]) -> tuple[list[Prompt], 
 
 
 def _score(
-    label: str, name: str, groups: list[list[dict[str, Any]]], ks: Sequence[int], first: np.ndarray | None
+    label: str, name: str, groups: list[list[JsonObject]], ks: Sequence[int], first: np.ndarray | None
 ) -> tuple[ModelScore, np.ndarray]:
     """Return a model's score on a data set, and the mean reward of each prompt, NaN where no response has one."""
     rewards = [np.array([row["reward"] for row in group if row["reward"] is not None], float) for group in groups]

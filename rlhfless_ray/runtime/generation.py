@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import EvaluateConfig, Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
@@ -36,6 +37,9 @@ from rlhfless_ray.weights.channel import stored_version
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, checksum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool = False) -> Path:
@@ -103,7 +107,7 @@ class Generation(Runtime):
 
     # ---- setup ------------------------------------------------------------------------------------------------
 
-    def _load_prompts(self, recipe: Recipe, tokenizer: Any, files: Files) -> PromptSet:
+    def _load_prompts(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Files) -> PromptSet:
         if self._given is not None:
             return self._given
         recipe = recipe.with_settings({"evaluate.prompts": 0, "evaluate.path": ""})
@@ -156,7 +160,7 @@ class Generation(Runtime):
         self.recipe = self.recipe.with_settings({"run.steps": steps})
         return None
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         """Return the settings that determine a response's tokens, besides the number of the sample, and its reward."""
         rollout, prompts = self.recipe.rollout, hashlib.blake2b(digest_size=16)
         for prompt in self.inputs.prompts.train:

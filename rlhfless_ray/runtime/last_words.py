@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe.run_sections import CheckpointConfig
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
@@ -42,7 +42,7 @@ def what_is_saved(folder: RunFolder, name: str) -> str:
     return f"step {steps} is saved: go on with the same command and --resume, or with `rlhfless train {name}/recipe.yaml --resume`"
 
 
-def saved_steps(tree: dict[str, Any], folder: Path) -> int | None:
+def saved_steps(tree: JsonObject, folder: Path) -> int | None:
     """Return the step of the newest checkpoint, None without one. `tree`: the run's recipe."""
     section = tree.get("checkpoint") or {}
     if "task" in tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.reward.reward_functions import RewardSource
@@ -10,12 +10,14 @@ from rlhfless_ray.reward.source import Source
 from rlhfless_ray.reward.user_file import read_function
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhfless_ray.recipe import Recipe
 
 CONTRACT = "def {name}(prompt: str, response: str, row: dict) -> float"
 
 
-def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
+def load_reward(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Source:
     """Return the recipe's reward source, checked as far as possible without scoring anything.
 
     Runs the top-level code of a user's file once. Raises UserError for a missing file or function, a syntax or import error (with its

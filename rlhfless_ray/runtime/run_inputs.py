@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.preflight_agent import dry_play
@@ -40,6 +40,9 @@ from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_f
 from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.tensor_file import Files, checksum
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass
 class RunInputs:
@@ -50,7 +53,7 @@ class RunInputs:
     critic_files: Files | None  # None: the critic begins as the policy
     reference: Path | None  # folder of another reference model
     drafter_files: Files | None
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
     reward_source: Source
     speculation_note: str | None

@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -88,7 +88,7 @@ def is_done(folder: Path, stage: PlannedStage) -> bool:
 def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
     """Raise UserError if a finished stage had another recipe, or one that generates. A training stage compares its own when it resumes."""
     try:
-        before: dict[str, Any] = {stage["name"]: stage["recipe"] for stage in json.loads((folder / PLAN).read_bytes())}
+        before: JsonObject = {stage["name"]: stage["recipe"] for stage in json.loads((folder / PLAN).read_bytes())}
     except FileNotFoundError:
         return
     except (ValueError, TypeError, KeyError):

@@ -16,7 +16,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import ray
 
@@ -26,6 +26,7 @@ from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import Stopped, UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.functions.broker import SlotBroker
@@ -66,6 +67,9 @@ from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import config_of, parameter_count
 from rlhfless_ray.weights.same_model import check_same_model
 from rlhfless_ray.weights.tensor_file import Files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Resume = bool | Literal["previous"]
 ErrorType = type[BaseException] | None
@@ -170,7 +174,7 @@ class Runtime:
             watch = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
             stack.callback(watch.close)
 
-            def memory_of_step(engines: int) -> dict[str, Any]:
+            def memory_of_step(engines: int) -> JsonObject:
                 chosen = {"memory/settings": fit.reason} if fit.reason else {}
                 return memory_metrics(watch.take(), least, fit.step_mb(engines)) | chosen
 
@@ -210,7 +214,7 @@ class Runtime:
         return self.recipe.objective
 
     @objective.setter
-    def objective(self, value: ObjectiveConfig | dict[str, Any]) -> None:
+    def objective(self, value: ObjectiveConfig | JsonObject) -> None:
         tree = value if isinstance(value, dict) else value.model_dump(mode="json")
         changed = self.recipe.parse({**self.recipe.model_dump(mode="json"), "objective": tree}, where="run.objective")
         self.recipe = self.recipe.model_copy(update={"objective": changed.objective})
@@ -222,13 +226,13 @@ class Runtime:
         """Show the run so far in a notebook, before, while and after it is trained."""
         return RunView.read(self.folder.path)._repr_html_() if hasattr(self, "folder") else f"<pre>{escape(self.recipe.to_yaml())}</pre>"
 
-    def _load_prompts(self, recipe: Recipe, tokenizer: Any, files: Files) -> PromptSet:
+    def _load_prompts(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Files) -> PromptSet:
         return load_prompts(recipe, tokenizer, context_tokens(files))
 
     def _folder_to_resume(self) -> RunFolder:
         return RunFolder.resumed(self.recipe, self._check_state, previous=self.previous)
 
-    def _check_state(self, state: dict[str, Any], folder: RunFolder) -> None:
+    def _check_state(self, state: JsonObject, folder: RunFolder) -> None:
         """Find what has changed since a checkpoint. Raises UserError if the run cannot go on from it."""
         before = state.get("recipe") or folder.recipe_before()
         if before is not None:

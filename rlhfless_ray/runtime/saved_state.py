@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlhfless_ray.autoscaler.oversample import StaleCost
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.run.checkpoints import Best, Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.runtime.export import trained_policy
@@ -25,16 +26,16 @@ FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
 
 
 class Stateful(Protocol):
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def state(self) -> JsonObject: ...
+    def restore(self, state: JsonObject) -> None: ...
 
 
 @dataclass(frozen=True)
 class StepsDone:
     """The driver's state after the last finished step, from which a stop inside a step repeats the whole step."""
 
-    cursor: dict[str, Any] = field(default_factory=dict)
-    refill: Sequence[list[dict[str, Any]]] = ()  # surplus groups
+    cursor: JsonObject = field(default_factory=dict)
+    refill: Sequence[list[JsonObject]] = ()  # surplus groups
     in_flight: Sequence[Group] = ()  # groups of later steps that have begun
 
 
@@ -58,7 +59,7 @@ class SavedState:
         self.owes_evaluation = True  # whether one is due before the next step: the first, or one that a stop interrupted
         self.done = StepsDone(session.source.cursor.state())
 
-    def driver(self) -> dict[str, Any]:
+    def driver(self) -> JsonObject:
         """Return the driver's state after the last finished step as JSON-serialisable values."""
         stages, groups = self.stages, self.session.groups
         return {
@@ -87,7 +88,7 @@ class SavedState:
         found: dict[str, Stateful | None] = {"learning": self.stages.learn, "moves": rollout, "drafts": rollout.drafts, "prefix": speed}
         return {name: part for name, part in found.items() if part is not None}
 
-    def restore_rows(self, state: dict[str, Any]) -> None:
+    def restore_rows(self, state: JsonObject) -> None:
         """Restore the place in the rows. Groups of other rows than those of now, which --resume-changed accepts, are dropped."""
         rows, cursor = state["cursor"], self.session.source.cursor
         if self.resume_changed and not cursor.has_same_rows(rows):
@@ -96,7 +97,7 @@ class SavedState:
                 self.stages.context.say("responses to the earlier training prompts, which the checkpoint holds, are dropped")
         cursor.restore(rows, check=not self.resume_changed)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Restore a driver's state. Raises UserError if it is from another version of this program."""
         self.restore_rows(state)
         source, groups, train = self.session.source, self.session.groups, self.inputs.prompts.train

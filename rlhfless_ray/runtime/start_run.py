@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import ray
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.lease import Slot, places
 from rlhfless_ray.learn.colocation import of_learner
 from rlhfless_ray.run.checkpoints import swap_folder
@@ -19,7 +19,7 @@ from rlhfless_ray.weights.load_policy import cache_policy, cached_folder
 from rlhfless_ray.weights.model_folder import read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 
-Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
+Checkpoint = tuple[int, StoredFiles, JsonObject]  # step, the learner's files, the driver's state
 
 
 def start_learner(run: RunParts, inputs: RunInputs, folder: RunFolder, checkpoint: Checkpoint | None, *, private: bool) -> None:

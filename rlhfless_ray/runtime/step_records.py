@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from placement.scaling.resize_policy import slots_to_yield
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.runtime.saved_state import SavedState, StepsDone
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.step import Step, StepProgress
 
-MemoryOfStep = Callable[[int], dict[str, Any]]  # planned number of engines → metrics of a step's memory
+MemoryOfStep = Callable[[int], JsonObject]  # planned number of engines → metrics of a step's memory
 LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
 
 
@@ -25,7 +25,7 @@ class StepRecords:
     write_result: Callable[[], None]
     shares_cluster: bool  # whether other runs may wait for slots
     finished: bool = False
-    cursor_after: dict[str, Any] = field(default_factory=dict)  # the cursor's state after this step's prompts
+    cursor_after: JsonObject = field(default_factory=dict)  # the cursor's state after this step's prompts
 
     def observe(self, step: Step) -> None:
         """Record the samples, and update the length forecasts for the next plan."""

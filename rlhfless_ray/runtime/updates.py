@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.staleness import check_lag
@@ -103,7 +103,7 @@ class Updates:
         self.records.observe(step)
         return pending
 
-    def _updated(self, step: Step, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:
+    def _updated(self, step: Step, update: Pending[tuple[UpdateStats, JsonObject]]) -> UpdateStats:
         stats, sized = update.result()
         self.session.update = None
         step.progress = StepProgress.UPDATED

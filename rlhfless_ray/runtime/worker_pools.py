@@ -123,7 +123,7 @@ class PoolMaker:
                 f"a lost learner {then} (checkpoint.memory_every_steps)"
             )
 
-    def engines(self, kind: str, cls: type, engine: EngineSettings, config: Any, *drafter: Any, **options: Any) -> WorkerPool:
+    def engines(self, kind: str, cls: type, engine: EngineSettings, config: object, *drafter: object, **options: Any) -> WorkerPool:
         """Make a pool of engines.
 
         `config`: reference to the policy's files without weights. `drafter`: to those of the drafter, if there is one. `options`: keyword
@@ -142,7 +142,7 @@ class PoolMaker:
         start = lambda slot: start_actor(cls, slot, self.resource, {}, *arguments)  # noqa: E731
         return self._pool(source.pool_kind, start, on_device=source.on_device, width=self.recipe.reward.tensor_parallel)
 
-    def drafter(self, cls: type, *drafter: Any) -> WorkerPool:
+    def drafter(self, cls: type, *drafter: object) -> WorkerPool:
         """Make the pool of the process that trains the drafter."""
         rollout, device = self.recipe.rollout, "cuda" if self.resource == "gpu" else "cpu"
         settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device, self.recipe.run.deterministic)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
@@ -94,7 +94,7 @@ class DynamicSampling:
             self.add(new)
         return self.take()
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         """Return metrics of the last step."""
         if self.section.filter_range is None:
             return {}
@@ -112,11 +112,11 @@ class DynamicSampling:
 
     # ---- state ------------------------------------------------------------------------------------------------
 
-    def state(self) -> list[list[dict[str, Any]]]:
+    def state(self) -> list[list[JsonObject]]:
         """Return the surplus groups as JSON-serialisable values."""
         return [[as_json(sample) for sample in group] for group in self.ready]
 
-    def restore(self, state: Sequence[list[dict[str, Any]] | dict[str, Any]], prompts: list[Prompt]) -> None:
+    def restore(self, state: Sequence[list[JsonObject] | JsonObject], prompts: list[Prompt]) -> None:
         """Restore surplus groups, or their samples as older versions saved them. `prompts`: by row.
 
         Groups beyond the batch size, which may be smaller now, and of another size than now are dropped.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rlhfless_ray.common.deadlines import wait_any
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
@@ -191,7 +191,7 @@ class EarlyWork(Plugin):
         for drafter in self.drafters:
             self.broker.put(drafter.finish())
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """Return the step's metrics of this work."""
         counts = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
         for drafter in self.drafters:

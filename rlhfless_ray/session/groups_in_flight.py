@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from placement.forecast.forecaster import Scenarios
 from placement.scaling.partial_rollout import find_late
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.oversample import StaleCost, choose_oversample
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.rollout_mode import Boundary
@@ -136,7 +136,7 @@ class GroupsInFlight:
         step.metrics |= metrics | {"partial/recomputed_s": metrics["partial/recomputed_tokens"] * prefill_s}
         return trained
 
-    def take(self, batch: RolloutBatch, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
+    def take(self, batch: RolloutBatch, samples: list[Sample]) -> tuple[list[Sample], JsonObject]:
         """Return the samples that the step trains on, and its metrics. The other groups stay in flight.
 
         `samples`: of all groups, in the order of their keys.
@@ -164,14 +164,14 @@ class GroupsInFlight:
         return trained, metrics
 
     @staticmethod
-    def state(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    def state(groups: Sequence[Group]) -> list[JsonObject]:
         """Return groups in flight as JSON-serialisable values."""
         return [
             {"row": g.prompt.index, "begun": g.begun, "first_sample": g.first_sample, "samples": [as_json(sample) for sample in g.samples]}
             for g in groups
         ]
 
-    def restore_ahead(self, state: list[dict[str, Any]], step: int, cursor: Cursor, prompts: list[Prompt]) -> None:
+    def restore_ahead(self, state: list[JsonObject], step: int, cursor: Cursor, prompts: list[Prompt]) -> None:
         """Restore the responses to a step's prompts as older versions saved them, whose cursor draws these prompts again.
 
         They are dropped if the recipe draws others now.
@@ -187,7 +187,7 @@ class GroupsInFlight:
         ]
         self.restore(groups, prompts)
 
-    def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
+    def restore(self, state: list[JsonObject], prompts: list[Prompt]) -> None:
         """Restore the groups in flight. `prompts`: by row. Groups begin again if their size or a length is not as the recipe has it now."""
         self.in_flight = []
         for row in state:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, Scored
 
 OLDER = -2  # begun_step of samples in checkpoints of older versions
-UNSCORED: dict[str, Any] = {"reward": None, "error": None, "score": None, "extra_logs": {}}
+UNSCORED: JsonObject = {"reward": None, "error": None, "score": None, "extra_logs": {}}
 
 
-def as_json(sample: Sample) -> dict[str, Any]:
+def as_json(sample: Sample) -> JsonObject:
     completion = asdict(sample.completion)
     completion |= {name: completion[name].tolist() for name in ("token_ids", "logprobs")}
     del completion["experts"]  # large; after a resume the learner's routers choose for these samples
@@ -24,7 +24,7 @@ def as_json(sample: Sample) -> dict[str, Any]:
     return {"row": sample.id.row, "id": list(sample.id), "completion": completion, **own, **score, **of_agent}
 
 
-def from_json(row: dict[str, Any], prompts: list[Prompt], name: SampleId | None = None) -> Sample:
+def from_json(row: JsonObject, prompts: list[Prompt], name: SampleId | None = None) -> Sample:
     """Restore a sample exactly: JSON's decimals preserve float32. `prompts`: by row. `name`: overrides the saved one.
 
     In older checkpoints samples have no name, but a key that no other sample of their step has.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prefix.prefix_stage import PrefixStage
 from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 from rlhfless_ray.step.step import Step
@@ -20,5 +20,5 @@ class SendPrefixes(Plugin):
         prompts = [share // self.step.batch.count for share in rollout.shares]
         self.stage.send(self.prefixes, tokens, rollout.pool.working, prompts, rollout.weights.version)
 
-    def metrics(self, before: Mapping[str, Any]) -> dict[str, Any]:
+    def metrics(self, before: Mapping[str, object]) -> JsonObject:
         return self.stage.finish(self.prefixes)

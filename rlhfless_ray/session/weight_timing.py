@@ -8,6 +8,7 @@ from typing import Any
 from placement.scaling.take_weights import PauseCosts, TakeWeights, decide_weights
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.rollout.live_rollout import LiveRollout
 
@@ -82,7 +83,7 @@ class WeightTiming:
             lambda: TakeWeights(0.0, "new weights now: the decision failed"),
         )
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         """Return the metrics of the rollout, which has ended just now."""
         waited_s = self.waited_s
         if waited_s is None:  # it went on under the old weights to its end, or ended before the update

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from placement.planning.plan import Plan
 from placement.scaling.overlapped_step import Update
 from placement.scaling.resize_policy import Decision, assign_groups
+from rlhfless_ray.common.json_types import JsonObject
 
 MAX_SHOWN_POINTS = 24  # points of the frontier in metrics and report
 
@@ -65,7 +65,7 @@ class RolloutPlan:
         best = max(fitting, key=lambda plan: plan.actors, default=None)
         return list(best.groups) if best is not None else assign_groups(expected, groups, engines)
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         points = self.frontier[:: -(-len(self.frontier) // MAX_SHOWN_POINTS)] if self.frontier else ()
         return {
             "plan/actors": self.actors,

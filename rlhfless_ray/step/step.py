@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
 from placement.forecast.forecaster import Scenarios
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step_prefixes import StepPrefixes
@@ -54,7 +54,7 @@ class Step:
     stats: UpdateStats | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)  # what failed in planning
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: JsonObject = field(default_factory=dict)
     ledger: dict[str, float] = field(default_factory=dict)  # slot-seconds and money of this step
     phase_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase, as the driver sees them
     wall_s: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.types import Prefilled
 
 if TYPE_CHECKING:
@@ -41,4 +42,4 @@ class StepPrefixes:
     engine_s: float = 0.0  # measured seconds that prefill instances and engines spent on pages
     prepared: Prepared = field(default_factory=Prepared)
     sent: list[tuple[Instance, Any]] = field(default_factory=list)  # engines that fetch pages, and references to their results
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: JsonObject = field(default_factory=dict)

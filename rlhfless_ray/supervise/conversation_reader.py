@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, Lost, Turn, reads
 from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise import repeated_prompts
 from rlhfless_ray.supervise.trained_turns import is_flag, trained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NOT_THE_MODEL = ("user", "system", "developer", "tool", "function")  # roles of turns that the model does not write
 CUT_TEXTS = "texts inside a longer one that begin with the beginning-of-text token, which is left out of them"
@@ -27,10 +31,10 @@ class LeftOut(Exception):
 class ConversationReader:
     """Render one row's conversations at a time. Attributes that are not set here describe that row."""
 
-    def __init__(self, recipe: SupervisedRecipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: SupervisedRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.data, self.task, self.tokenizer = recipe.data, recipe.task, tokenizer
         self.name = self.row = ""  # with and without the data set's
-        self.tools: list[dict[str, Any]] | None = None
+        self.tools: list[JsonObject] | None = None
         self.lost: Lost | None = None  # what the chat template leaves out
         self.said: list[tuple[str, str]] = []  # how something is taken → what the row says
         self.head = ""  # text before the response that was rendered last
@@ -46,7 +50,7 @@ class ConversationReader:
             self.renderer = ChatRenderer(tokenizer, is_own=is_flag if self.has_flags else None, refuse_calls=self.data.contract == "own")
             self.cuts_first = self.first.template_writes_it(tokenizer)
 
-    def _split(self, prompt: Any, response: Any, column: str) -> tuple[list[Turn], int]:
+    def _split(self, prompt: object, response: object, column: str) -> tuple[list[Turn], int]:
         """Return the turns of a conversation, and the number of those before the response."""
         if isinstance(prompt, str) and isinstance(response, str):
             left = self._without_prompt(prompt, response)

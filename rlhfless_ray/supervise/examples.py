@@ -6,10 +6,11 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
 from rlhfless_ray.learn.packing import MOST_WORK, Units, end_to_end
@@ -232,7 +233,7 @@ class RowOrder:
         is_whole = self.steps == self.epochs * self.rows // self.batch_rows  # not cut or extended by `most_steps`
         return self.epochs * self.steps_per_epoch if self.whole_batches and is_whole else self.steps
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return what determines the rows of a step, ready for JSON."""
         return {name: getattr(self, name) for name in TITLES}
 

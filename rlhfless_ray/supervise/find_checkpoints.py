@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoint_files import DamagedCheckpoint, check_files
 from rlhfless_ray.run.folder import RunFolder, folders_of, status_written_s
@@ -98,12 +98,12 @@ def remove_torn(folder: Path) -> list[str]:
     return [f"{path} was not complete, as after a kill, and is removed: its steps are repeated" for path in torn]
 
 
-def progress_of(checkpoint: Path) -> dict[str, Any]:
+def progress_of(checkpoint: Path) -> JsonObject:
     """Return `steps` that a checkpoint has done, the `order` of their rows, sizes of its `model` and its `recipe`."""
     return dict(json.loads((checkpoint / PROGRESS).read_bytes()))
 
 
-def progress_saved(folder: Path) -> dict[str, Any]:
+def progress_saved(folder: Path) -> JsonObject:
     """Return the progress of the newest checkpoint, see `progress_of`; empty without one."""
     newest = newest_checkpoint(folder)
     return {} if newest is None else progress_of(newest)

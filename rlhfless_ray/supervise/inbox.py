@@ -34,7 +34,7 @@ class Inbox:
 
         return train_ranks(start, nodes, private, has_dashboard)
 
-    def post(self, kind: str, content: Any) -> bool:
+    def post(self, kind: str, content: object) -> bool:
         """Add a message, and return whether the ranks should stop."""
         self.items.append((kind, content))
         return self.stops

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Any
 
 import psutil
 import ray
@@ -17,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.market import bid_of
 from placement.planning.objective import Objective
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.lease import Lease, LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
@@ -117,7 +117,7 @@ class LeasedRanks:
         if time.monotonic() - self.bid_s > BID_S:
             self._bid()
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         return self.pool.view.metrics()
 
     def _bid(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.load_prompts import without_embedding
 from rlhfless_ray.prompts.read_rows import NamedRow
@@ -17,11 +18,14 @@ from rlhfless_ray.supervise.row_reader import Rendered, RowReader, SupervisedRow
 from rlhfless_ray.weights.model_folder import stop_tokens
 from rlhfless_ray.weights.tensor_file import Files
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 BLOCK = 1 << 16  # tokens that are searched at once: mostly the first response has what is searched
 DRAWS = 8  # responses of a built-in task that are drawn to find a right and a wrong one
 
 
-def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None = None) -> SupervisedRows:
+def load_rows(recipe: SupervisedRecipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> SupervisedRows:
     """Read or generate the rows and tokenize them.
 
     `context_tokens`: longest sequence that the model takes.
@@ -59,7 +63,7 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
     return replace(collected, notes=(*collected.notes, note))
 
 
-def check_vocabulary(rows: SupervisedRows, tokenizer: Any, size: int | None) -> None:
+def check_vocabulary(rows: SupervisedRows, tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
     """Raise UserError for a row with a token that the model has no embedding for, because only its tokenizer got it.
 
     `size`: number of the model's embeddings; None: unknown.
@@ -73,7 +77,7 @@ def check_vocabulary(rows: SupervisedRows, tokenizer: Any, size: int | None) -> 
         raise without_embedding(f"the row {text[:80]!r}", token, tokenizer, size)
 
 
-def end_note(recipe: SupervisedRecipe, rows: SupervisedRows, files: Files, tokenizer: Any) -> tuple[str, ...]:
+def end_note(recipe: SupervisedRecipe, rows: SupervisedRows, files: Files, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return a note if no trained response ends, because the chat template ends turns with another token than the model's rollouts.
 
     `files`: the model's.
@@ -110,7 +114,7 @@ def _builtin_rows(recipe: SupervisedRecipe, count: int, split: Any) -> list[Name
     """Return rows of a built-in task with the recipe's columns."""
     task, rng = builtin_task(recipe.data.task), np.random.default_rng([recipe.run.seed % 2**63, 4, split == "train"])
     data, tried, wanted = recipe.data, 0, count
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     while len(rows) < count:
         for row in task.rows(wanted, recipe.run.seed, split)[tried:]:
             if recipe.task in ("sft", "kd"):

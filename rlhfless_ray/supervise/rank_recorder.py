@@ -64,7 +64,7 @@ class RankRecorder:
         self.progress.phase("starting the ranks")
         self.began, self.heard_s = False, time.monotonic()
 
-    def record(self, kind: str, content: Any) -> None:
+    def record(self, kind: str, content: object) -> None:
         self.heard_s = time.monotonic()
         getattr(self, f"_on_{kind}")(content)
 

@@ -116,7 +116,7 @@ class RankTrainer(TorchTrainer):
         unused = ("DatasetsCallback", *(() if self.has_dashboard else ("PlacementGroupCleanerCallback",)))
         return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in unused]  # type: ignore[misc]
 
-    def _initialize_and_run_controller(self, **settings: Any) -> Any:
+    def _initialize_and_run_controller(self, **settings: object) -> Any:
         policy = settings["scaling_policy"]
         if not self.has_autoscaler and isinstance(policy, FixedScalingPolicy):
             settings["scaling_policy"] = WithoutAutoscaler(policy.scaling_config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rlhfless_ray.prompts.conversations import Turn, reads
 
@@ -49,14 +48,14 @@ def _rest(side: list[Turn], count: int) -> list[Turn]:
     return side[count:]
 
 
-def repeats(prompt: Any, response: Any) -> bool:
+def repeats(prompt: object, response: object) -> bool:
     """Return whether a text begins with the prompt's text, as a whole."""
     if not isinstance(prompt, str) or not isinstance(response, str) or not prompt.strip() or len(response) <= len(prompt):
         return False
     return response.startswith(prompt) and not (prompt[-1].isalnum() and response[len(prompt)].isalnum())
 
 
-def decide(rows: Sequence[tuple[str, Any, Sequence[Any]]]) -> tuple[bool, str, int]:
+def decide(rows: Sequence[tuple[str, object, Sequence[object]]]) -> tuple[bool, str, int]:
     """Decide for a data set of texts whether its responses repeat their prompts.
 
     `rows`: name, prompt and responses of each. Returns whether all do, and the first row in which one does and the number of such rows.

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.conversations import RowCounts, Turn, cell_of, is_conversation
 from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise import repeated_prompts
 from rlhfless_ray.supervise.conversation_reader import ConversationReader, LeftOut
 from rlhfless_ray.supervise.examples import Example, Examples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NAMED = 5  # number of rows that a note names
 
@@ -34,7 +38,7 @@ Rendered = tuple[list[Example], float]
 class RowReader(ConversationReader):
     """Convert rows to sequences of tokens, and count those that are left out or cut."""
 
-    def __init__(self, recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None) -> None:
+    def __init__(self, recipe: SupervisedRecipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None) -> None:
         super().__init__(recipe, tokenizer)
         self.context_tokens = context_tokens
         self.notes: tuple[str, ...] = ()  # messages about the data sets, for those about rows to follow
@@ -117,7 +121,7 @@ class RowReader(ConversationReader):
             + tuple(f"{what}: {counts.shown(self.rows)}" for what, counts in self.counts.items())
         )
 
-    def _count(self, name: str, row: dict[str, Any]) -> None:
+    def _count(self, name: str, row: JsonObject) -> None:
         """Count what a row says and how it was taken, and what nobody reads of it."""
         if self.renderer and self.lost:
             self.renderer.count(self.lost, name)
@@ -158,14 +162,14 @@ class RowReader(ConversationReader):
 
     # ---- texts and tokens of a row --------------------------------------------------------------------------------------
 
-    def prompt_text(self, name: str, row: dict[str, Any]) -> str:
+    def prompt_text(self, name: str, row: JsonObject) -> str:
         """Return the prompt as a model sees it, and count what was taken otherwise than it says."""
         self.name, self.said = name, []
         text = self._prompt_text(row)
         self._count_said(name)
         return text
 
-    def _prompt_text(self, row: dict[str, Any]) -> str:
+    def _prompt_text(self, row: JsonObject) -> str:
         prompt = self._cell(row, self.data.prompt_column, "prompt_column")
         if self.data.template == "chat":
             assert self.renderer is not None
@@ -175,7 +179,7 @@ class RowReader(ConversationReader):
             return text
         return prompt if self.data.input_template is None else self.data.input_template.format(self._without_first(prompt))
 
-    def texts(self, name: str, row: dict[str, Any]) -> tuple[str, str]:
+    def texts(self, name: str, row: JsonObject) -> tuple[str, str]:
         """Return prompt and response as a model sees them."""
         self.name = name
         prompt, response = (
@@ -193,7 +197,7 @@ class RowReader(ConversationReader):
 
     # ---- one row ------------------------------------------------------------------------------------------------------
 
-    def _row(self, row: dict[str, Any]) -> Rendered:
+    def _row(self, row: JsonObject) -> Rendered:
         data = self.data
         if data.template == "chat":
             try:
@@ -234,7 +238,7 @@ class RowReader(ConversationReader):
         response = self._cell(row, data.response_column, "response_column") if data.response_column else None
         return [self._sequence(prompt, response, data.response_column or data.prompt_column)], extra
 
-    def _check_prompts(self, row: dict[str, Any]) -> None:
+    def _check_prompts(self, row: JsonObject) -> None:
         """Raise UserError for two whole conversations that are no responses to one prompt, whose log-probabilities tell no preference."""
         data = self.data
         if self.task != "dpo" or data.contract != "own" or data.prompt_column:
@@ -251,12 +255,12 @@ class RowReader(ConversationReader):
                 "put the turns that they share into a column and name it in data.prompt_column, or remove the row"
             )
 
-    def _pair_side(self, row: dict[str, Any], column: str) -> Example:
+    def _pair_side(self, row: JsonObject, column: str) -> Example:
         prompt = self._cell(row, self.data.prompt_column, "prompt_column") if self.data.prompt_column else None
         response = self._cell(row, column, "chosen_column" if column == self.data.chosen_column else "rejected_column")
         return self._sequence(prompt, response, column)
 
-    def _cell(self, row: dict[str, Any], column: str, key: str) -> Any:
+    def _cell(self, row: JsonObject, column: str, key: str) -> Any:
         if column not in row:
             raise UserError(f"{self.name}: {missing_column(row, column, f'data.{key}')}")
         try:
@@ -275,7 +279,7 @@ class RowReader(ConversationReader):
             raise UserError(f"{self.name}: column `{column}` is {kind}, not {need}{hint}")
         return value
 
-    def _sequence(self, prompt: Any, response: Any, column: str) -> Example:
+    def _sequence(self, prompt: object, response: object, column: str) -> Example:
         """Return one sequence. Without a prompt or without a response the other is the whole text or conversation."""
         if self.data.template == "chat":
             turns, first = self._split(prompt, response, column)
@@ -381,7 +385,7 @@ class RowReader(ConversationReader):
             self.cut.append(self.row)
         return [*tokens[: self.limit][:-1], self.tokenizer.eos_token_id]
 
-    def _steps(self, row: dict[str, Any]) -> Example:
+    def _steps(self, row: JsonObject) -> Example:
         """Return a text whose steps end with placeholders. The token after a placeholder counts as trained."""
         data = self.data
         text, labels = self._cell(row, data.prompt_column, "prompt_column"), self._cell(row, data.label_column, "label_column")
@@ -405,7 +409,7 @@ class RowReader(ConversationReader):
             raise LeftOut
         return replace(example, labels=values[: int(example.mask.sum())])
 
-    def _label(self, label: Any) -> float:
+    def _label(self, label: object) -> float:
         """Return a step's label as `step_loss` takes it; without reward tokens: the token."""
         named = f"{self.name}: the label {label!r} in column `{self.data.label_column}`"
         known = self.data.reward_tokens
@@ -431,7 +435,7 @@ class RowReader(ConversationReader):
 
     # ---- turns --------------------------------------------------------------------------------------------------------
 
-    def _turns(self, row: dict[str, Any]) -> list[Turn]:
+    def _turns(self, row: JsonObject) -> list[Turn]:
         """Return the whole conversation of a row."""
         data = self.data
         prompt = self._cell(row, data.prompt_column, "prompt_column") if data.prompt_column else None
@@ -470,7 +474,7 @@ class RowReader(ConversationReader):
         ids: list[int] = self._encoded(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def _encoded(self, text: str, **options: Any) -> Any:
+    def _encoded(self, text: str, **options: object) -> Any:
         check_characters(text, self.name)
         return self.tokenizer(text, **options)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhfless_ray.common.deadlines import POLL_S, STOP
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.model_checks import check_slices, check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
@@ -66,6 +67,8 @@ from rlhfless_ray.weights.same_model import check_same_model, model_sizes
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhfless_ray.functions.pool_client import PoolClient
     from rlhfless_ray.supervise.leased_ranks import LeasedRanks
     from rlhfless_ray.supervise.rank_start import RankStart
@@ -172,7 +175,7 @@ class SupervisedStage:
             engines=False,
         )
 
-    def _check_changes(self, progress: dict[str, Any], *, accepted: bool) -> None:
+    def _check_changes(self, progress: JsonObject, *, accepted: bool) -> None:
         """Find what has changed since the checkpoint. Raises UserError if the stage cannot go on from it."""
         self.progress_before, order = progress, progress.get("order", {})
         before = progress.get("recipe") or self.folder.recipe_before()
@@ -393,7 +396,7 @@ class SupervisedStage:
         if self.recipe.save.path:
             put_model(Path(self.recipe.save.path), read_files(saved))
 
-    def _close(self, kind: Any, error: Any, trace: Any) -> None:
+    def _close(self, kind: object, error: object, trace: object) -> None:
         """Write the last rows, the status, the timeline and the report, however the run ended."""
         stopped = isinstance(error, (Stopped, KeyboardInterrupt))
         if isinstance(error, DiskFull):
@@ -403,7 +406,7 @@ class SupervisedStage:
         close_folder(self.folder, self.progress, self.recorder.last_works(), status, "" if error is None else str(error))
 
 
-def _content(order: Mapping[str, Any]) -> dict[str, str]:
+def _content(order: Mapping[str, object]) -> dict[str, str]:
     """Return {key: checksum} of the rows that the keys of the data sets name, from the state of their order."""
     rows = f"{order.get('checksum')}/{order.get('labels')}"
     return {"data.path": rows, "data.paths": rows} if order.get("checksum") else {}
@@ -434,7 +437,7 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
     return None, first_supervised_policy(recipe)
 
 
-def _second_model(recipe: SupervisedRecipe, tokenizer: Any) -> Path | None:
+def _second_model(recipe: SupervisedRecipe, tokenizer: PreTrainedTokenizerBase) -> Path | None:
     """Return the folder of another reference or of the teacher."""
     key, path = ("teacher.path", recipe.teacher.path) if recipe.teacher.path else ("reference.path", recipe.reference.path)
     return other_model(path, key, tokenizer) if path else None

@@ -140,7 +140,7 @@ class SupervisedRank:
             packed_attention.install(model)
         return True
 
-    def _reference_sums(self, module: Any, examples: Examples, packs: bool) -> np.ndarray:
+    def _reference_sums(self, module: torch.nn.Module, examples: Examples, packs: bool) -> np.ndarray:
         """Return the summed log-probabilities of each sequence's trained tokens, (sequences,) float64, without gradient.
 
         `packs`: whether rows may lie end to end in the module's model.

@@ -22,6 +22,7 @@ import torch
 from rlhfless_ray.common.deadlines import fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.local.laptop.cpu_bfloat16 import note
 from rlhfless_ray.local.memory_watch import MemoryWatch
@@ -66,10 +67,10 @@ class _Loop:
         if sentence := note():
             self.post("note", sentence)
 
-    def post(self, kind: str, content: Any) -> bool:
+    def post(self, kind: str, content: object) -> bool:
         return bool(self._fetch(self.start.inbox.post.remote(kind, content), INBOX))
 
-    def _fetch(self, ref: Any, what: str) -> Any:
+    def _fetch(self, ref: object, what: str) -> Any:
         return fetch(ref, self.recipe.learner.deadline_s, f"{what} (learner.deadline_s)")
 
     def run(self) -> None:
@@ -189,7 +190,7 @@ class _Loop:
         if self.rank == 0:
             self.post("saved", done)
 
-    def _progress(self, done: int) -> dict[str, Any]:
+    def _progress(self, done: int) -> JsonObject:
         recipe = self.recipe.model_dump(mode="json")
         return {"steps": done, "order": self.order.state(), "model": dict(self.start.sizes), "recipe": recipe, RANKS: self.ranks}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from rlhfless_ray.prompts.conversations import Turn
 from rlhfless_ray.recipe import yaml_text
@@ -52,7 +51,7 @@ def _letters(key: str) -> str:
     return re.sub(r"[\W_]", "", key).lower()
 
 
-def _switch(value: Any, words: str) -> bool:
+def _switch(value: object, words: str) -> bool:
     says = SWITCHES.get(str(value).strip().lower())
     if says is None:
         raise ValueError(f"has `{words}`, and only 0 and 1 (or false and true) are supported; change or remove it")

@@ -227,7 +227,7 @@ class SweepRunner:
         if running.process.poll() is None:
             running.process.send_signal(number)
 
-    def _close(self, kind: Any, error: Any, trace: Any) -> None:
+    def _close(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Ask running runs to save and end, wait for them, and write table, file and report."""
         stopped = isinstance(error, (Stopped, KeyboardInterrupt))
         number = error.signal_number if isinstance(error, Stopped) else signal.SIGINT

@@ -187,7 +187,7 @@ def _planned(file: SweepFile, given: SweepRun, point: JsonObject, folder: Path, 
     return PlannedRun(name, recipe, settings, given.alone)
 
 
-def _word(value: Any, values: list[Any]) -> str:
+def _word(value: object, values: list[Any]) -> str:
     """Return a grid's value as a part of a run's name, or its number if it is not a word or reads like another one."""
     texts = [f"{float(one):g}" if isinstance(one, float) else str(as_texts(one)) for one in values]
     text = texts[number := values.index(value)]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.folders import existing, locked, make_numbered
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.changes import changes
@@ -138,14 +136,7 @@ class SweepFolder:
 
     def create(self) -> None:
         """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists."""
-        first, number = self.path, 1
-        while True:
-            try:
-                self.path.mkdir(parents=True)
-                break
-            except FileExistsError:
-                number += 1
-                self.path = first.with_name(f"{first.name}-{number}")
+        self.path = make_numbered(self.path.parent, self.path.name)
         for name in ("recipes", "logs"):
             (self.path / name).mkdir()
 
@@ -158,8 +149,8 @@ class SweepFolder:
         root, name = Path(sweep.file.root), sweep.file.name
         written = {
             file: content
-            for file in root.glob(f"{name}*/sweep.json")
-            if re.fullmatch(re.escape(name) + r"(-\d+)?", file.parent.name)
+            for path in existing(root, name)
+            if (file := path / "sweep.json").exists()
             if (content := _read_state(file)).get("name") == name  # `a-2` may be a sweep of its own
         }
         if not written:
@@ -181,21 +172,12 @@ class SweepFolder:
             folder.states.append(state)
         return folder
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Lock the folder against another process of the same sweep. Raises UserError if there is one."""
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise UserError(f"--resume: {self.path} is being written by another process; stop that sweep first") from None
-        except OSError:
-            pass  # this file system has no locks for folders
-        try:
-            yield
-        finally:
-            os.close(handle)
+        return locked(self.path, self._refuse)
+
+    def _refuse(self) -> None:
+        raise UserError(f"--resume: {self.path} is being written by another process; stop that sweep first")
 
     def recipe_file(self, name: str) -> Path:
         """Return the file with the recipe of a run that was started."""

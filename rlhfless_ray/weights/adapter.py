@@ -72,7 +72,7 @@ class Adapter:
         return cls.of(config, load_file(folder / ADAPTER), f"{folder}: ")
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str = "") -> Adapter:
+    def of(cls, config: Mapping[str, object], tensors: Mapping[str, Tensor], where: str = "") -> Adapter:
         """Convert peft's config and its tensors by name. Raises UserError if one of a pair is missing."""
         pairs: dict[str, dict[str, Tensor]] = {}
         embeddings: set[str] = set()

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.local.fast_imports import transformers_without_torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DTYPE_NAMES = ("None", "auto", "float16", "bfloat16", "float32", "float64")
 
 
-def check_config(config: Mapping[str, Any], setting: str) -> None:
+def check_config(config: Mapping[str, object], setting: str) -> None:
     """Raise UserError, which names `setting`, if a config.json names no family, or one of which transformers cannot build such a model.
 
     Models with code of their own are not judged, and neither are families that transformers lacks.

@@ -112,7 +112,7 @@ class CollectiveChannel:
 
     # ---- messages -------------------------------------------------------------------------------------------------
 
-    def _send(self, to: int, said: Any) -> None:
+    def _send(self, to: int, said: object) -> None:
         body = torch.frombuffer(bytearray(pickle.dumps(said, protocol=5)), dtype=torch.uint8)
         header = torch.tensor([self.group.rank(), len(body), digest_of(body)])
         for tensor, tag in ((header, HEADER), (body, BODY)):

@@ -130,7 +130,7 @@ def find_difference(config: Mapping[str, Any], longest_tokens: int) -> str | Non
     return None
 
 
-def check_differences(recipe: Recipe, config: Mapping[str, Any], longest_prompt_tokens: int) -> None:
+def check_differences(recipe: Recipe, config: Mapping[str, object], longest_prompt_tokens: int) -> None:
     """Raise UserError for such a policy, unless nothing is learned or `rollout.agreement` is `warn`."""
     longest = recipe.longest_tokens(longest_prompt_tokens)
     if recipe.learns and recipe.rollout.agreement == "end" and (why := find_difference(config, longest)):

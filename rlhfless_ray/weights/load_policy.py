@@ -40,6 +40,8 @@ from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhfless_ray.prompts.builtin_tasks import Task
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
@@ -131,7 +133,7 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
     _check_shapes(files, config, setting)
 
 
-def _check_shapes(files: Files, config: Mapping[str, Any], setting: str) -> None:
+def _check_shapes(files: Files, config: Mapping[str, object], setting: str) -> None:
     """Raise UserError if the weights have other shapes, or fewer layers, than config.json says, or lack some of a layer, for families
     whose names are known."""
     wanted, layers = stored_shapes(config), 0
@@ -284,7 +286,7 @@ def load_tokenizer(files: Files, trust_remote_code: bool, setting: str = "policy
             raise UserError(f"{setting}: its tokenizer cannot be loaded: {one_line(error, 200)}") from None
 
 
-def other_model(path: str, setting: str, tokenizer: Any) -> Path:
+def other_model(path: str, setting: str, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Return the folder of a model whose log-probabilities are compared with the policy's. `tokenizer`: the policy's.
 
     Raises UserError, which names `setting`, for a folder that cannot be read, quantised weights or another vocabulary.

@@ -66,7 +66,7 @@ def read_folder(path: Path, setting: str = "policy.path", needs_tokenizer: bool 
     return contents
 
 
-def check_sizes(config: Mapping[str, Any], setting: str) -> None:
+def check_sizes(config: Mapping[str, object], setting: str) -> None:
     """Raise UserError, which names `setting`, if a config.json has sizes that no model can have."""
     from placement.config_sizes import wrong_size  # here, because engines' processes import this module without the planner
 

@@ -24,7 +24,7 @@ def has_4_bits(config: Mapping[str, Any]) -> bool:
     return bool(weights) and all(isinstance(w, Mapping) and (w.get("num_bits"), w.get("type")) == (4, "int") for w in weights)
 
 
-def check_quantized(recipe: Recipe, config: Mapping[str, Any]) -> None:
+def check_quantized(recipe: Recipe, config: Mapping[str, object]) -> None:
     """Raise UserError if a policy with quantised weights cannot be trained with these settings."""
     if not config.get("quantization_config") or not recipe.learns:
         return

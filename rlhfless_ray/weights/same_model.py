@@ -20,7 +20,7 @@ def model_sizes(files: Files) -> dict[str, Any]:
     return {key: value for key, value in {**config, **(config.get("text_config") or {})}.items() if key in SIZES}
 
 
-def check_same_model(before: Mapping[str, Any], files: Files) -> None:
+def check_same_model(before: Mapping[str, object], files: Files) -> None:
     """Raise UserError if a checkpoint's `model_sizes` are of another model than these files. Older checkpoints have none."""
     now = model_sizes(files) if before else {}
     for key, was in before.items():

@@ -146,7 +146,7 @@ def abbreviations():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_abbreviation_of_every_flag_is_read_as_the_named_version_reads_it(version, monkeypatch):
-    monkeypatch.setattr(dialect, "advice", lambda flag: "")  # comes after argparse's sentence, and is slow to find for every flag
+    monkeypatch.setattr(dialect, "advice", lambda *flag: "")  # comes after argparse's sentence, and is slow to find for every flag
     names = one_of_each_kind(abbreviations(), definitions(version))
     of_one = {name: candidates(name, version)[0] for name in names if len(candidates(name, version)) == 1}  # all on one line
     tokens = [token for name, flag in of_one.items() for token in (name, *words_of(definitions(version)[flag]))]
@@ -173,7 +173,7 @@ def test_every_abbreviation_of_every_flag_is_read_as_the_named_version_reads_it(
     ],
 )
 def test_an_abbreviation_is_read_by_the_version_of_the_rest_of_the_line_or_refused_with_its_candidates(context, monkeypatch):
-    monkeypatch.setattr(dialect, "advice", lambda flag: "")
+    monkeypatch.setattr(dialect, "advice", lambda *flag: "")
     for name in abbreviations():
         having = [v for v in VERSIONS if all(flag in definitions(v) for flag in context if flag.startswith("--"))]
         knowing = [v for v in having if candidates(name, v)]

@@ -12,10 +12,9 @@ import pytest
 from rlhfless_ray.cli.interactive_chat import Conversation
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.compat.openrlhf.batch_inference import run_batch
-from rlhfless_ray.compat.openrlhf.flags import flags_of
+from rlhfless_ray.compat.openrlhf.flags import flags_of, versions_of
 from rlhfless_ray.compat.openrlhf.inference import RULES, translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import BATCH, CHAT, GENERATES, LAUNCHERS
-from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
 from rlhfless_ray.compat.openrlhf.post_processors import processed
 from rlhfless_ray.compat.openrlhf.resources import fit_width
 from rlhfless_ray.recipe.generation import GenerationRecipe
@@ -131,7 +130,7 @@ def test_invalid_values_and_own_settings_name_the_flag() -> None:
     assert "--top_p: " in str(error)
     with pytest.raises(UserError, match=r"--elastic.rollout.top_p: OpenRLHF's --top_p sets this"):
         translate_inference(BATCH, ["--eval_task", "generate", *LEAST, "--elastic.rollout.top_p", "0.5"])
-    with pytest.raises(UserError, match=r"--elastic.rollout.max_actors: batch_inference has no such setting"):
+    with pytest.raises(UserError, match=r"--elastic.rollout.max_actors: no such setting"):
         translate_inference(BATCH, ["--eval_task", "rm", *LEAST, "--elastic.rollout.max_actors", "1"])
 
 

@@ -15,8 +15,7 @@ from rlhfless_ray.cli.supervised_launcher import _train, start
 from rlhfless_ray.common.errors import Stopped, UserError
 from rlhfless_ray.compat.openrlhf.command import replaced
 from rlhfless_ray.compat.openrlhf.explain_report import list_flags
-from rlhfless_ray.compat.openrlhf.flags import flags_of, versions
-from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
+from rlhfless_ray.compat.openrlhf.flags import flags_of, versions, versions_of
 from rlhfless_ray.compat.openrlhf.starters import OWN_VARIABLES, process_place
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES, RULES, TASKS
@@ -213,11 +212,16 @@ def test_an_abbreviation_never_becomes_another_flag_of_an_older_version(launcher
 
 
 def test_unknown_flags_and_versions_are_named() -> None:
-    with pytest.raises(UserError, match=r"train_sft: unrecognized arguments: --beta 1 \(read as OpenRLHF"):
+    with pytest.raises(
+        UserError,
+        match=r"train_sft of OpenRLHF 0.9.1: unrecognized arguments: --beta\n--beta: no flag of train_sft .*, but one of train_dpo",
+    ):
         translate_supervised("train_sft", [*LEAST, "--beta", "1"], {})
-    with pytest.raises(UserError, match=r"0.11.2\); did you mean --model.model_name_or_path instead of --actor.model_name_or_path\?"):
+    with pytest.raises(
+        UserError, match=r"\n--actor.model_name_or_path: .* one of train_ppo_ray .*; did you mean --model.model_name_or_path \("
+    ):
         translate_supervised("train_sft", ["--data.dataset", "d", "--actor.model_name_or_path", "m"], {})
-    with pytest.raises(UserError, match=r"--elastic.dialect: train_sft is in OpenRLHF 0.8.0 to 0.11.2, not in 0.1"):
+    with pytest.raises(UserError, match=r"train_sft of OpenRLHF 0.11.2: --elastic.dialect: 0.1 is none of the versions 0.8.0, .*, 0.11.2"):
         translate_supervised("train_sft", [*LEAST, "--elastic.dialect", "0.1"], {})
     with pytest.raises(UserError, match=r"--elastic.data.batch_rows: OpenRLHF's --train_batch_size sets this"):
         translate_supervised("train_sft", [*LEAST, "--elastic.data.batch_rows", "1"], {})

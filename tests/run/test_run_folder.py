@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from rlhfless_ray.common import folders
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.cursor import Cursor
@@ -267,7 +268,7 @@ def test_where_folders_cannot_be_locked_the_status_must_do(tmp_path: Path, monke
     def no_locks(*_: Any) -> None:
         raise OSError("bad file descriptor")
 
-    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
     with pytest.raises(UserError, match="is being written by process"), folder.locked():
         raise AssertionError("this very process is alive and running")
     folder.end("stopped")

@@ -9,8 +9,10 @@ dialect.py         find the version that a command is written for
 elastic_flags.py   this project's own flags, --elastic.* and --prefix.*
 normalise.py       convert any version's flags to the newest names
 checks.py          the launcher's own validations
-flag_table.py      newest name → recipe keys (flag_semantics.py, rank_groups.py, recipe_keys.py)
+rules.py           what a flag means; flag_table.py, supervised_table.py and inference_table.py have a rule for each flag
+                   (flag_semantics.py, idle_flags.py, rank_groups.py, recipe_keys.py)
 translate.py       combine all of these
-departures.py      notes on what this runtime or another version does differently
+departures.py      notes on what this runtime does differently
+other_versions.py  notes on what another version does differently
 explain_report.py  text for the user (resources.py, memory.py)
 """

@@ -1,45 +1,20 @@
-"""Write notes before a run on intended differences from OpenRLHF, and on differences between its versions."""
+"""Write notes before a run on intended differences from OpenRLHF."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
-from rlhfless_ray.compat.openrlhf.dialect import CommandLine
-from rlhfless_ray.compat.openrlhf.flag_table import RULES
-from rlhfless_ray.compat.openrlhf.flags import flags_of, span_text
+from rlhfless_ray.compat.openrlhf.flags import flags_of
 from rlhfless_ray.compat.openrlhf.normalise import LEVEL, Values, targets
 
 
-def departures(v: Values, own: Mapping[str, Any]) -> list[str]:
+def departures(v: Values, own: Mapping[str, object]) -> list[str]:
     """Return a sentence for each difference from OpenRLHF, and for lag that nothing corrects for. `own`: settings of this project."""
     return [*_long_prompts(v, own), *_frozen(v), *_remainder(v), *_asynchronous(v), *_uncorrected(v)]
 
 
-def other_meanings(line: CommandLine, v: Values) -> list[str]:
-    """Return notes on flags that mean something else in other versions that accept the line."""
-    differing: dict[tuple[str, str], list[str]] = {}
-    here = [(rule, rule.settings(v)) for rule in RULES if rule.kind in ("exact", "cond") and not rule.idle(v)]
-    for version in line.accepted_by:
-        there = replace(v, version=version)
-        for rule, settings in here:
-            if (other := rule.settings(there)) != settings and (changed := _changed(settings, other)):
-                differing.setdefault((v.spelled(rule.name), changed), []).append(version)
-    return [
-        f"{flag}: OpenRLHF {span_text(where[0], where[-1])} accepts this command too and means {changed}; choose that with "
-        "--elastic.dialect VERSION"
-        for (flag, changed), where in differing.items()
-    ]
-
-
-def _changed(here: dict[str, Any], there: dict[str, Any]) -> str:
-    keys = [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
-    return ", ".join(f"{key} {there[key]}" if key in there else f"no {key}" for key in keys)
-
-
-def _long_prompts(v: Values, own: Mapping[str, Any]) -> list[str]:
+def _long_prompts(v: Values, own: Mapping[str, object]) -> list[str]:
     if "prompts.overlong" in own:
         return []
     longest = m.lengths(None, v)["prompts.max_prompt_tokens"]

@@ -24,13 +24,12 @@ from rlhfless_ray.compat.openrlhf.flags import (
     all_flags,
     flags_of,
     history,
+    launchers_having,
     nearest_spec,
-    newest,
-    other_launchers,
     place,
     renamed,
     span_text,
-    versions,
+    versions_of,
 )
 from rlhfless_ray.compat.openrlhf.parsers import Given, Refused, parser_of
 
@@ -62,41 +61,41 @@ class CommandLine:
         return bool(self.foreign)
 
 
-def read(tokens: Sequence[str], version: str | None = None) -> CommandLine:
+def read(tokens: Sequence[str], version: str | None = None, launcher: str = LAUNCHER) -> CommandLine:
     """Parse a command line. `version`: accept this version only. Raises Unreadable."""
     if version is not None:
-        return _strictly(tokens, version)
+        return _strictly(tokens, version, launcher)
     names = _option_names(tokens)
-    readers = {v: given for v in versions() if (given := _reading(v, tokens, names)) is not None}
+    readers = {v: given for v in versions_of(launcher) if (given := _reading(v, tokens, names, launcher)) is not None}
     if not readers:
-        return _mixture(tokens, names)
-    best = max(readers, key=lambda v: (sum(name in flags_of(v) for name in names), place(v)))
+        return _mixture(tokens, names, launcher)
+    best = max(readers, key=lambda v: (sum(name in flags_of(v, launcher) for name in names), place(v)))
     for name in names:
-        if len(_resolve(name, best)) > 1:
-            raise Unreadable(_ambiguous(name, [*readers]), best)
-    accepted = {v: given for v, given in readers.items() if all(len(_resolve(name, v)) == 1 for name in names)}
+        if len(_resolve(name, best, launcher)) > 1:
+            raise Unreadable(_ambiguous(name, [*readers], launcher), best)
+    accepted = {v: given for v, given in readers.items() if all(len(_resolve(name, v, launcher)) == 1 for name in names)}
     return CommandLine(best, accepted[best], [v for v in accepted if accepted[v] == accepted[best]])
 
 
-def _reading(version: str, tokens: Sequence[str], names: list[str]) -> Given | None:
+def _reading(version: str, tokens: Sequence[str], names: list[str], launcher: str) -> Given | None:
     """Return the line as a version reads it with some full name for each ambiguous abbreviation, or None."""
-    if not all(_resolve(name, version) for name in names):  # avoids building parsers that cannot accept the line
+    if not all(_resolve(name, version, launcher) for name in names):  # avoids building parsers that cannot accept the line
         return None
-    places = [(index, name, _one_of_each_form(name, version)) for index, name, _ in _options(tokens) if name != "--help"]
+    places = [(index, name, _one_of_each_form(name, version, launcher)) for index, name, _ in _options(tokens) if name != "--help"]
     for flags in itertools.islice(itertools.product(*(candidates for *_, candidates in places)), MAX_READINGS):
         line = list(tokens)
         for (index, name, _), flag in zip(places, flags, strict=True):
             line[index] = flag + line[index][len(name) :]
         with suppress(Refused):
-            return parser_of(version).read(line)
+            return parser_of(version, launcher=launcher).read(line)
     return None
 
 
-def _one_of_each_form(name: str, version: str) -> list[str]:
+def _one_of_each_form(name: str, version: str, launcher: str) -> list[str]:
     """Return the first of each group of flags that a name stands for and whose values are parsed alike."""
     forms: dict[tuple[object, ...], str] = {}
-    for flag in _resolve(name, version):
-        forms.setdefault(_form(flags_of(version)[flag]), flag)
+    for flag in _resolve(name, version, launcher):
+        forms.setdefault(_form(flags_of(version, launcher)[flag]), flag)
     return list(forms.values())
 
 
@@ -105,65 +104,66 @@ def _form(spec: Spec) -> tuple[object, ...]:
     return spec.type, spec.action, spec.choices, spec.nargs
 
 
-def _meaning(flags: Sequence[str]) -> tuple[str, ...] | None:
+def _meaning(flags: Sequence[str], launcher: str) -> tuple[str, ...] | None:
     """Return the newest names of a single flag, or its own name if there are none. None unless there is exactly one flag."""
-    return (renamed(flags[0]) or (flags[0],)) if len(flags) == 1 else None
+    return (renamed(flags[0], launcher) or (flags[0],)) if len(flags) == 1 else None
 
 
-def _ambiguous(name: str, within: Sequence[str]) -> str:
+def _ambiguous(name: str, within: Sequence[str], launcher: str) -> str:
     """Return the error message for an abbreviation of several flags."""
-    which = _candidates(name, within)
+    which = _candidates(name, within, launcher)
     return f"ambiguous option: {name} could match {which}; write the full name, or name the version with --elastic.dialect VERSION"
 
 
-def _candidates(name: str, within: Sequence[str]) -> str:
+def _candidates(name: str, within: Sequence[str], launcher: str) -> str:
     """List the flags that a name abbreviates in these versions (oldest first), each with its versions."""
-    versions_of: dict[str, list[str]] = {}
+    having_it: dict[str, list[str]] = {}
     for version in within:
-        for flag in _resolve(name, version):
-            versions_of.setdefault(flag, []).append(version)
-    return ", ".join(f"{flag} ({span_text(having[0], having[-1])})" for flag, having in versions_of.items())
+        for flag in _resolve(name, version, launcher):
+            having_it.setdefault(flag, []).append(version)
+    return ", ".join(f"{flag} ({span_text(having[0], having[-1])})" for flag, having in having_it.items())
 
 
-def _strictly(tokens: Sequence[str], version: str) -> CommandLine:
-    if version not in versions():
-        raise Unreadable(f"--elastic.dialect: {version} is none of the versions {', '.join(versions())}", newest())
+def _strictly(tokens: Sequence[str], version: str, launcher: str) -> CommandLine:
+    having = versions_of(launcher)
+    if version not in having:
+        raise Unreadable(f"--elastic.dialect: {version} is none of the versions {', '.join(having)}", having[-1])
     try:
-        return CommandLine(version, parser_of(version).read(tokens), [version])
+        return CommandLine(version, parser_of(version, launcher=launcher).read(tokens), [version])
     except Refused as refused:
-        unknown = [name for name in _option_names(tokens) if not _resolve(name, version)]
-        raise Unreadable(_with_advice(str(refused), unknown), version) from None
+        unknown = [name for name in _option_names(tokens) if not _resolve(name, version, launcher)]
+        raise Unreadable(_with_advice(str(refused), unknown, launcher), version) from None
 
 
-def _mixture(tokens: Sequence[str], names: list[str]) -> CommandLine:
+def _mixture(tokens: Sequence[str], names: list[str], launcher: str) -> CommandLine:
     def known_by(version: str) -> tuple[int, int, int]:
-        exact = sum(name in flags_of(version) for name in names)
-        return exact, sum(bool(_resolve(name, version)) for name in names), place(version)
+        exact = sum(name in flags_of(version, launcher) for name in names)
+        return exact, sum(bool(_resolve(name, version, launcher)) for name in names), place(version)
 
-    base = max(versions(), key=known_by)
-    known = flags_of(base)
+    base = max(versions_of(launcher), key=known_by)
+    known = flags_of(base, launcher)
     rewritten, unknown = list(tokens), []
     resolved: dict[str, None] = {}
     for index, name, equals in _options(tokens):
-        flag = name if history(name) else _in_mixture(name, base)
+        flag = name if history(name, launcher) else _in_mixture(name, base, launcher)
         if not flag:
             unknown.append(name)
             continue
         rewritten[index] = flag + (tokens[index][len(name) :] if equals else "")
         resolved[flag] = None
     if unknown:
-        raise Unreadable(_with_advice(f"unrecognized arguments: {' '.join(unknown)}", unknown), base)
+        raise Unreadable(_with_advice(f"unrecognized arguments: {' '.join(unknown)}", unknown, launcher), base)
     first = None
-    for choice in _definitions(list(resolved), base):
+    for choice in _definitions(list(resolved), base, launcher):
         foreign = tuple(spec for spec in choice if known.get(spec.flag) != spec)
         try:
-            return CommandLine(base, parser_of(base, foreign).read(rewritten), [], list(foreign))
+            return CommandLine(base, parser_of(base, foreign, launcher).read(rewritten), [], list(foreign))
         except Refused as refused:
             first = first or refused
     raise Unreadable(str(first), base)
 
 
-def _definitions(given: list[str], base: str) -> Iterator[tuple[Spec, ...]]:
+def _definitions(given: list[str], base: str, launcher: str) -> Iterator[tuple[Spec, ...]]:
     """Yield combinations of definitions of the given flags, those nearest to `base` first.
 
     Definitions that parse values alike count once. They differ for a threshold, which was one value, then two, then either.
@@ -171,29 +171,29 @@ def _definitions(given: list[str], base: str) -> Iterator[tuple[Spec, ...]]:
     choices = []
     for flag in given:
         by_reading: dict[tuple[object, ...], Spec] = {}
-        for spec in (nearest_spec(flag, base), *reversed(history(flag))):
+        for spec in (nearest_spec(flag, base, launcher), *reversed(history(flag, launcher))):
             by_reading.setdefault(_form(spec), spec)
         choices.append(list(by_reading.values()))
     return itertools.product(*choices)
 
 
-def _in_mixture(name: str, base: str) -> str:
+def _in_mixture(name: str, base: str, launcher: str) -> str:
     """Return the full name of an abbreviation in a line that no version accepts, or an empty string if no flag begins so.
 
     Raises Unreadable unless the base version has exactly one such flag and every other version means the same by it.
     """
-    readings = [flags for version in versions() if (flags := _resolve(name, version))]
+    readings = [flags for version in versions_of(launcher) if (flags := _resolve(name, version, launcher))]
     if not readings:
         return ""
-    here = _resolve(name, base)
+    here = _resolve(name, base, launcher)
     if not here:
         raise Unreadable(
             f"unrecognized arguments: {name} abbreviates no flag of OpenRLHF {base}, which most of the line is written for; it could match "
-            f"{_candidates(name, versions())}; write the full name",
+            f"{_candidates(name, versions_of(launcher), launcher)}; write the full name",
             base,
         )
-    if any(_meaning(flags) != _meaning(here) or len(flags) > 1 for flags in readings):
-        raise Unreadable(_ambiguous(name, versions()), base)
+    if any(_meaning(flags, launcher) != _meaning(here, launcher) or len(flags) > 1 for flags in readings):
+        raise Unreadable(_ambiguous(name, versions_of(launcher), launcher), base)
     return here[0]
 
 
@@ -215,49 +215,50 @@ def _option_names(tokens: Sequence[str]) -> list[str]:
 
 
 @cache
-def _resolve(name: str, version: str) -> tuple[str, ...]:
+def _resolve(name: str, version: str, launcher: str) -> tuple[str, ...]:
     """Return the flag of this name in a version, or else all flags that it abbreviates."""
-    if name in flags_of(version):
+    if name in flags_of(version, launcher):
         return (name,)
-    return tuple(flag for flag in flags_of(version) if flag.startswith(name))
+    return tuple(flag for flag in flags_of(version, launcher) if flag.startswith(name))
 
 
 # ---------------------------------------------------------------- what to write instead
 
 
-def _with_advice(message: str, flags: list[str]) -> str:
-    return "\n".join([message, *(advice(flag) for flag in dict.fromkeys(flags))])
+def _with_advice(message: str, flags: list[str], launcher: str) -> str:
+    return "\n".join([message, *(advice(flag, launcher) for flag in dict.fromkeys(flags))])
 
 
 @cache
-def advice(flag: str) -> str:
+def advice(flag: str, launcher: str = LAUNCHER) -> str:
     """Return a sentence on a flag that is not accepted: which versions had it, and what to write instead."""
-    spans = history(flag)
+    spans, newest_version = history(flag, launcher), versions_of(launcher)[-1]
     if spans:
         had = f"{flag}: exists in OpenRLHF {span_text(spans[0].since, spans[-1].until)} only"
-        if flag in flags_of(newest()):
+        if flag in flags_of(newest_version, launcher):
             return f"{had}; leave --elastic.dialect out to mix flags of several versions"
-        instead = instead_of(flag)
+        instead = instead_of(flag, launcher)
         return f"{had}; write {instead} instead" if instead else f"{had}, without effect; leave it out"
-    elsewhere = other_launchers(flag)
+    elsewhere = [f"{other} ({span_text(since, until)})" for other, since, until in launchers_having(flag) if other != launcher]
     if elsewhere:
-        where = ", ".join(f"{launcher} ({span_text(since, until)})" for launcher, since, until in elsewhere)
-        return f"{flag}: no flag of {LAUNCHER} in any version from {versions()[0]} on, but one of {where}"
-    return f"{flag}: no version of OpenRLHF from {versions()[0]} to {newest()} has it" + _nearest_text(flag)
+        found = f"no flag of {launcher} in any version from {versions_of(launcher)[0]} on, but one of {', '.join(elsewhere)}"
+    else:
+        found = f"no version of OpenRLHF from {versions_of(launcher)[0]} to {newest_version} has it"
+    return f"{flag}: {found}{_nearest_text(flag, launcher)}"
 
 
-def _nearest_text(flag: str) -> str:
+def _nearest_text(flag: str, launcher: str) -> str:
     words = set(flag.strip("-").replace(".", "_").split("_"))
 
     def shared(name: str) -> float:  # the same words in another order count more than similar letters
         others = set(name.strip("-").replace(".", "_").split("_"))
         return len(words & others) / len(words | others) + difflib.SequenceMatcher(None, flag, name).ratio()
 
-    name = max(all_flags(), key=lambda candidate: (shared(candidate), place(history(candidate)[-1].until)))
+    name = max(all_flags(launcher), key=lambda candidate: (shared(candidate), place(history(candidate, launcher)[-1].until)))
     if shared(name) < 0.9:
         return ""
-    spans = history(name)
-    instead = "" if spans[-1].until == newest() else instead_of(name)
+    spans = history(name, launcher)
+    instead = "" if spans[-1].until == versions_of(launcher)[-1] else instead_of(name, launcher)
     return f"; did you mean {name} ({span_text(spans[0].since, spans[-1].until)}" + (f", today {instead})?" if instead else ")?")
 
 
@@ -274,8 +275,8 @@ REPLACED = {
 }
 
 
-def instead_of(flag: str) -> str:
+def instead_of(flag: str, launcher: str = LAUNCHER) -> str:
     """Return what to write for a flag in the newest version, or an empty string if it had no effect."""
-    if flag in flags_of(newest()):
+    if flag in flags_of(versions_of(launcher)[-1], launcher):
         return flag
-    return REPLACED.get(flag) or " and ".join(renamed(flag))
+    return (REPLACED.get(flag, "") if launcher == LAUNCHER else "") or " and ".join(renamed(flag, launcher))

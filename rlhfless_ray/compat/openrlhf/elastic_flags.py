@@ -64,12 +64,15 @@ def take_options(tokens: Sequence[str], is_taken: Callable[[str], bool]) -> tupl
     return kept + rest, taken
 
 
-def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dict[str, str]) -> JsonObject:
+def own_settings(
+    ours: list[tuple[str, str | None]], keys: list[str], owned: dict[str, str], model: type[BaseModel] | None = None
+) -> JsonObject:
     """Return {recipe key: value}. Raises UserError for an unknown key, and for one that a flag of OpenRLHF decides.
 
     Args:
         keys: all keys of the recipe.
         owned: keys that a flag of OpenRLHF decides, with that flag.
+        model: the class of the recipe; `Recipe` if it is left out.
     """
     settings: JsonObject = {}
     for flag, text in ours:
@@ -78,7 +81,7 @@ def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dic
             raise UserError(_describe_unknown(flag, keys))
         if key in owned:
             raise UserError(f"{flag}: OpenRLHF's {owned[key]} sets this; use that flag")
-        settings[key] = own_value(flag, text, key)
+        settings[key] = own_value(flag, text, key, model)
     return settings
 
 

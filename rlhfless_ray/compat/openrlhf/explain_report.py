@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf import molt
 from rlhfless_ray.compat.openrlhf.command import MOLT
-from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES, rule_of
+from rlhfless_ray.compat.openrlhf.flag_table import RULES, rule_of
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, all_flags, flags_of, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, Outcome, block, recipe_lines
 from rlhfless_ray.compat.openrlhf.resources import slots_of
+from rlhfless_ray.compat.openrlhf.rules import KINDS
 from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RULES
 from rlhfless_ray.compat.openrlhf.translate import Translation
@@ -123,7 +124,7 @@ def _flags_of_launcher(launcher: str) -> str:
         older = [name for name, newest in OLDER_NAMES.items() if newest == rule.name]
         names = [f"--{name}" for name in dict.fromkeys((rule.name, *older)) if f"--{name}" in known]
         if names:
-            keys = ", ".join(rule.keys) if rule.kind in ("exact", "maybe", "absent") else rule.reading
+            keys = rule.reading if rule.kind in ("hint", "noop") else ", ".join(rule.keys)
             lines.append(f"{' '.join(names):<48}  {KINDS[rule.kind]:<27}  {keys}")
     return "\n".join(lines)
 

@@ -8,6 +8,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
+
 LAUNCHER = "train_ppo_ray"
 TYPES: dict[str | None, Any] = {None: None, "int": int, "float": float}
 
@@ -36,8 +38,8 @@ class Spec:
 
 
 @cache
-def read_data(name: str) -> dict[str, Any]:
-    """Return the content of a file of the folder data/."""
+def read_data(name: str) -> JsonObject:
+    """Return the content of a JSON file of the folder data/."""
     return json.loads(resources.files(__package__).joinpath("data", f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -48,6 +50,12 @@ def versions() -> list[str]:
 
 def newest() -> str:
     return versions()[-1]
+
+
+@cache
+def versions_of(launcher: str) -> list[str]:
+    """Return the versions that have a launcher, oldest first."""
+    return [version for version in versions() if flags_of(version, launcher)]
 
 
 @cache
@@ -62,7 +70,7 @@ def history(flag: str, launcher: str = LAUNCHER) -> tuple[Spec, ...]:
     return tuple(make_spec(flag, **span) for span in _spans(launcher).get(flag, ()))
 
 
-def _spans(launcher: str) -> dict[str, list[dict[str, Any]]]:
+def _spans(launcher: str) -> dict[str, list[JsonObject]]:
     return read_data(LAUNCHER)["flags"] if launcher == LAUNCHER else read_data("supervised")["launchers"][launcher]
 
 
@@ -102,16 +110,19 @@ def all_flags(launcher: str = LAUNCHER) -> list[str]:
     return list(_spans(launcher))
 
 
-def renamed(flag: str) -> tuple[str, ...]:
-    """Return the names that 0.10.2 gave to an older flag; none for a flag that was removed."""
-    return tuple(read_data(LAUNCHER)["dotted"].get(flag, ()))
+def renamed(flag: str, launcher: str = LAUNCHER) -> tuple[str, ...]:
+    """Return the newest names of an older flag; none for a flag that was removed."""
+    if launcher == LAUNCHER:
+        return tuple(read_data(LAUNCHER)["dotted"].get(flag, ()))
+    name = read_data("supervised")["renamed"].get(flag[2:])
+    return (f"--{name}",) if name else ()
 
 
-def other_launchers(flag: str) -> list[tuple[str, str, str]]:
-    """Return (launcher, first version, last version) of other launchers that have a flag of this name."""
-    launchers_with_flag = []
-    for launcher, spans in read_data("other_launchers")["launchers"].items():
-        for span, names in spans.items():
+def launchers_having(flag: str) -> list[tuple[str, str, str]]:
+    """Return (launcher, first version, last version) of launchers that have a flag of this name, train_ppo_ray first."""
+    launchers_with_flag = [(LAUNCHER, spans[0].since, spans[-1].until)] if (spans := history(flag)) else []
+    for launcher, by_span in read_data("other_launchers")["launchers"].items():
+        for span, names in by_span.items():
             if flag in names:
                 since, until = span.split()
                 launchers_with_flag.append((launcher, since, until))

@@ -6,17 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.elastic_flags import separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import stored_dtype
-from rlhfless_ray.compat.openrlhf.inference_table import BATCH, BATCH_RULES, CHAT, CHAT_RULES, GENERATES, HF, VLLM
-from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, Values, defaults, read
-from rlhfless_ray.compat.openrlhf.outcomes import NO_EFFECT, REFUSED, Outcome
+from rlhfless_ray.compat.openrlhf.inference_table import BATCH, GENERATES, HF, RULES, VLLM
+from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, Values, defaults, read_line
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.recipe.generation import GenerationRecipe
 
-RULES = {BATCH: BATCH_RULES, CHAT: CHAT_RULES}
 TRANSFORMERS_TOP_K = 50  # of `generate`, where neither its caller nor generation_config.json names one
 
 
@@ -40,22 +38,13 @@ class InferenceTranslation(LauncherTranslation):
 def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTranslation:
     """Translate a command line. Raises UserError if no version accepts it."""
     theirs, ours, wanted = separate(tokens)
-    version, given = read(launcher, theirs, wanted)
+    line = read_line(launcher, theirs, wanted)
+    version, given = line.version, line.given
     values = defaults(launcher, version) | {flag[2:]: value for flag, value in given.items()}
     translation = InferenceTranslation(launcher, version)
     for rule in RULES[launcher]:
-        if rule.name not in values:
-            continue
-        flag, value = f"--{rule.name}", values[rule.name]
-        reads = rule.reads(values)
-        if reads:
-            translation.settings |= {key: x for key, x in rule.settings(values).items() if x is not None}
-            translation.owners |= {key: flag for key in rule.keys if rule.kind == "exact"}
-        if flag in given:
-            unread = (NO_EFFECT, f"OpenRLHF's {values.get('eval_task')} does not read it")
-            translation.flags.append(Outcome(flag, *(rule.outcome(value, values) if reads else unread)))
-        elif reads and (why := rule.refuses(value, values)):
-            translation.flags.append(Outcome(flag, REFUSED, why))
+        if rule.name in values:
+            translation.apply(rule, f"--{rule.name}", values, f"--{rule.name}" in given)
     if translation.generates:
         translation.settings |= _always(values)
         translation.notes += _notes(values)
@@ -63,13 +52,8 @@ def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTransl
     return translation
 
 
-def _always(values: Values) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "prompts.overlong": "cut_left",
-        "prompts.answer_column": "",
-        "watch.wandb": "off",
-        "watch.tensorboard": False,
-    }
+def _always(values: Values) -> JsonObject:
+    settings: JsonObject = {"prompts.overlong": "cut_left", "prompts.answer_column": "", "watch.wandb": "off", "watch.tensorboard": False}
     if values["eval_task"] == VLLM:
         settings["policy.dtype"] = str(stored_dtype(Path(values["pretrain"] or "")) or "float32")
     elif values["eval_task"] == HF and not values["greedy_sampling"]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from math import inf
-from typing import Any
 
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
-from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Kind, Values, only, required, row, shares_for
-from rlhfless_ray.compat.openrlhf.supervised_table import PLAIN_ATTENTION
+from rlhfless_ray.compat.openrlhf.flag_semantics import Settings
+from rlhfless_ray.compat.openrlhf.launcher_flags import NO_HUB, NOT_QUANTISED, PLAIN_ATTENTION, Values, required, row, shares_for, text
+from rlhfless_ray.compat.openrlhf.rules import Rule
 
 BATCH, CHAT = "batch_inference", "interactive_chat"
 LAUNCHERS = (BATCH, CHAT)
@@ -17,155 +17,143 @@ GENERATES = (VLLM, HF)
 PROCESSORS = ("rs", "csft", "iter_dpo")
 
 
-def _flag(
-    name: str, kind: Kind, keys: str = "", make: Any = None, *, of: tuple[str, ...] = (), refuses: Any = None, reading: str = ""
-) -> FlagRule:
-    """Return a row. `of`: values of --eval_task whose code reads the flag; (): all."""
-    rule = row(name, kind, keys, make, refuses=refuses, reading=reading)
-    return rule if not of else replace(rule, reads=lambda v: v["eval_task"] in of)
+def of(*tasks: str) -> Callable[[Values], str]:
+    """Return why a flag has no effect, unless the code of one of these values of --eval_task reads it."""
+    return lambda v: "" if v["eval_task"] in tasks else f"OpenRLHF's {v['eval_task']} does not read it"
 
 
-def _dtype(x: Any, v: Values) -> dict[str, Any]:
+def needs(holds: Callable[[float], bool], why: str = "must be at least 1") -> Callable[[float, Values], str]:
+    """Refuse numbers for which `holds` is false."""
+    return lambda x, v: "" if holds(x) else why
+
+
+def dtype(x: object, v: Values) -> Settings:
     return m.switched_dtype(x, v["pretrain"])
 
 
-def _rows(x: int | None, v: Values) -> dict[str, Any]:
+def rows(x: object, v: Values) -> list[int]:
     number, size = v["iter"], v["rollout_batch_size"]
-    return {} if number is None else {"batch_inference.rows": [number * size, (number + 1) * size]}
+    return [number * size, (number + 1) * size]
 
 
-def _suffix(x: bool | str, v: Values) -> dict[str, Any]:
-    return {"batch_inference.prompt_suffix": v["csft_prompt"].strip() + " "} if v["enable_csft"] else {}
+def by_iteration(x: object, v: Values) -> bool:
+    return v["iter"] is not None
 
 
-def _width(x: Any, v: Values) -> dict[str, Any]:
-    return {"rollout.tensor_parallel": x} if isinstance(x, int) else {}
+def suffix(x: object, v: Values) -> str:
+    return str(v["csft_prompt"]).strip() + " "
 
 
-NO_HUB = only(False, "the ModelScope hub " + m.NOT_HERE)
-SAME_TOKENS = "tokenizers give the same tokens"
+def by_csft(x: object, v: Values) -> bool:
+    return bool(v["enable_csft"])
 
-_COMMON: tuple[FlagRule, ...] = (
-    _flag("pretrain", "exact", "policy.path", m.text("policy.path"), refuses=required("name the model")),
-    _flag("attn_implementation", "noop", reading=PLAIN_ATTENTION),
-    _flag("flash_attn", "noop", reading=PLAIN_ATTENTION),
-    _flag("disable_fast_tokenizer", "noop", reading=SAME_TOKENS),
-    _flag("use_ms", "absent", refuses=NO_HUB, reading="the default"),
+
+_generated, _rated = of(*GENERATES), of(REWARD)
+
+_COMMON: tuple[Rule[Values], ...] = (
+    row("pretrain", "exact", "policy.path", value=text, refuses=required("name the model")),
+    row("attn_implementation", "noop", reading=PLAIN_ATTENTION),
+    row("flash_attn", "noop", reading=PLAIN_ATTENTION),
+    row("disable_fast_tokenizer", "noop", reading="tokenizers give the same tokens"),
+    row("use_ms", "absent", reading=NO_HUB),
 )
 
-BATCH_RULES: tuple[FlagRule, ...] = (
-    _flag(
+_BATCH: tuple[Rule[Values], ...] = (
+    row(
         "eval_task",
         "exact",
         "batch_inference.task",
         refuses=lambda x, v: "" if x in (*GENERATES, REWARD) else "choose generate_vllm, generate or rm",
     ),
     *_COMMON,
-    *[_flag(name, "exact", "policy.dtype", _dtype, of=(HF, REWARD)) for name in ("bf16", "param_dtype")],
-    _flag("zero_stage", "noop", reading="nothing is trained"),
-    _flag("local_rank", "noop", reading="there are no ranks"),
-    _flag("micro_batch_size", "noop", reading="batches are cut to fit the memory, which changes no result"),
-    _flag("seed", "exact", "run.seed"),
-    _flag("full_determinism", "noop", reading="it decides how gradients add up, and nothing is trained here"),
-    _flag(
-        "dataset",
-        "exact",
-        "prompts.path prompts.paths",
-        lambda x, v: m.dataset("prompts")(x or "", v),
-        refuses=required("name the data set"),
-    ),
-    _flag("dataset_probs", "exact", "prompts.probabilities", m.probabilities("prompts"), refuses=shares_for("dataset")),
-    _flag("input_key", "exact", "prompts.prompt_column"),
-    _flag("apply_chat_template", "exact", "prompts.template", lambda x, v: {"prompts.template": "chat"} if x else {}),
-    _flag(
-        "input_template",
-        "exact",
-        "prompts.input_template",
-        lambda x, v: {"prompts.input_template": x} if x and "{}" in x and not v["apply_chat_template"] else {},
-    ),
-    _flag(
-        "max_samples",
-        "exact",
-        "prompts.max_rows",
-        lambda x, v: {"prompts.max_rows": int(x) if x < m.ALL else None},
-        refuses=lambda x, v: "" if x >= 1 else "must be at least 1",
-    ),
-    _flag("output_path", "exact", "batch_inference.output", refuses=required("name the file to write")),
+    *[row(name, "exact", "policy.dtype", dtype, idle=of(HF, REWARD)) for name in ("bf16", "param_dtype")],
+    row("zero_stage", "noop", reading="nothing is trained"),
+    row("local_rank", "noop", reading="there are no ranks"),
+    row("micro_batch_size", "noop", reading="batches are cut to fit the memory, which changes no result"),
+    row("seed", "exact", "run.seed"),
+    row("full_determinism", "noop", reading="it decides how gradients add up, and nothing is trained here"),
+    row("dataset", "exact", "prompts.path prompts.paths", m.dataset("prompts", ""), refuses=required("name the data set")),
+    row("dataset_probs", "exact", "prompts.probabilities", m.probabilities("prompts"), refuses=shares_for("dataset")),
+    row("input_key", "exact", "prompts.prompt_column"),
+    row("apply_chat_template", "exact", "prompts.template", when=lambda x, v: x, value=lambda x, v: "chat"),
+    row("input_template", "exact", "prompts.input_template", when=lambda x, v: x and "{}" in x and not v["apply_chat_template"]),
+    row("max_samples", "exact", "prompts.max_rows", value=lambda x, v: int(x) if x < m.ALL else None, refuses=needs(lambda x: x >= 1)),
+    row("output_path", "exact", "batch_inference.output", refuses=required("name the file to write")),
     # generation
-    _flag("prompt_max_len", "exact", "prompts.max_prompt_tokens", of=GENERATES),
-    _flag("max_new_tokens", "exact", "rollout.max_tokens", of=GENERATES),
-    _flag("temperature", "exact", "rollout.temperature", of=GENERATES),
-    _flag("greedy_sampling", "exact", "rollout.temperature", lambda x, v: {"rollout.temperature": 0.0} if x else {}, of=(HF,)),
-    _flag("top_p", "exact", "rollout.top_p", of=GENERATES),
-    _flag(
-        "repetition_penalty",
-        "absent",
-        refuses=only(1.0, "penalties of repeated tokens have no counterpart here yet"),
-        of=GENERATES,
-        reading="the default",
+    row("prompt_max_len", "exact", "prompts.max_prompt_tokens", idle=_generated),
+    row("max_new_tokens", "exact", "rollout.max_tokens", idle=_generated),
+    row("temperature", "exact", "rollout.temperature", idle=_generated),
+    row("greedy_sampling", "exact", "rollout.temperature", when=lambda x, v: x, value=lambda x, v: 0.0, idle=of(HF)),
+    row("top_p", "exact", "rollout.top_p", idle=_generated),
+    row("repetition_penalty", "absent", idle=_generated, reading="penalties of repeated tokens have no counterpart here yet"),
+    row("best_of_n", "exact", "rollout.samples_per_prompt", idle=_generated),
+    row("tp_size", "exact", "rollout.tensor_parallel", when=lambda x, v: isinstance(x, int), idle=of(VLLM)),
+    row("max_num_seqs", "exact", "rollout.max_running", idle=of(VLLM)),
+    row("enable_prefix_caching", "noop", idle=of(VLLM), reading="engines always reuse common prefixes, which changes no result"),
+    row(
+        "iter",
+        "exact",
+        "batch_inference.rows",
+        when=by_iteration,
+        value=rows,
+        idle=_generated,
+        refuses=needs(lambda x: (x or 0) >= 0, "count from 0"),
     ),
-    _flag("best_of_n", "exact", "rollout.samples_per_prompt", of=GENERATES),
-    _flag("tp_size", "exact", "rollout.tensor_parallel", _width, of=(VLLM,)),
-    _flag("max_num_seqs", "exact", "rollout.max_running", of=(VLLM,)),
-    _flag("enable_prefix_caching", "noop", of=(VLLM,), reading="engines always reuse common prefixes, which changes no result"),
-    _flag("iter", "exact", "batch_inference.rows", _rows, of=GENERATES, refuses=lambda x, v: "" if (x or 0) >= 0 else "count from 0"),
-    _flag(
+    row(
         "rollout_batch_size",
         "exact",
         "batch_inference.rows",
-        _rows,
-        of=GENERATES,
+        when=by_iteration,
+        value=rows,
+        idle=_generated,
         refuses=lambda x, v: "" if x >= 1 or v["iter"] is None else "must be at least 1",
     ),
-    _flag("enable_csft", "exact", "batch_inference.prompt_suffix", _suffix, of=GENERATES),
-    _flag("csft_prompt", "exact", "batch_inference.prompt_suffix", _suffix, of=GENERATES),
+    row("enable_csft", "exact", "batch_inference.prompt_suffix", when=by_csft, value=suffix, idle=_generated),
+    row("csft_prompt", "exact", "batch_inference.prompt_suffix", when=by_csft, value=suffix, idle=_generated),
     # rewards
-    _flag("output_key", "exact", "batch_inference.response_column", of=(REWARD,)),
-    _flag("max_len", "exact", "batch_inference.max_tokens", of=(REWARD,)),
-    _flag("value_head_prefix", "exact", "batch_inference.value_head", of=(REWARD,)),
-    _flag(
+    row("output_key", "exact", "batch_inference.response_column", idle=_rated),
+    row("max_len", "exact", "batch_inference.max_tokens", idle=_rated),
+    row("value_head_prefix", "exact", "batch_inference.value_head", idle=_rated),
+    row(
         "post_processor",
         "exact",
         "batch_inference.processor",
-        lambda x, v: {} if x in (None, "null") else {"batch_inference.processor": x},
-        of=(REWARD,),
+        when=lambda x, v: x not in (None, "null"),
+        idle=_rated,
         refuses=lambda x, v: "" if x in (None, "null", *PROCESSORS) else f"choose {', '.join(PROCESSORS)}",
     ),
-    _flag("normalize_reward", "exact", "batch_inference.normalize", of=(REWARD,)),
-    _flag(
+    row("normalize_reward", "exact", "batch_inference.normalize", idle=_rated),
+    row(
         "reward_template",
         "exact",
         "batch_inference.reward_template",
-        of=(REWARD,),
+        idle=_rated,
         refuses=lambda x, v: "" if x is None or ("{input}" in x and "{reward}" in x) else "it needs {input} and {reward}",
     ),
 )
 
-CHAT_RULES: tuple[FlagRule, ...] = (
+_CHAT: tuple[Rule[Values], ...] = (
     *_COMMON,
-    *[_flag(name, "exact", "policy.dtype", _dtype) for name in ("bf16", "param_dtype")],
-    _flag(
-        "load_in_4bit",
-        "absent",
-        refuses=only(False, "quantising weights when they are loaded has no counterpart here"),
-        reading="the default",
-    ),
-    _flag("max_len", "exact", "chat.max_len", refuses=lambda x, v: "" if x >= 1 else "must be at least 1"),
-    _flag("greedy_sampling", "exact", "chat.greedy_sampling"),
-    _flag("top_p", "exact", "chat.top_p", refuses=lambda x, v: "" if 0 < x <= 1 else "must be above 0 and at most 1"),
-    _flag(
+    *[row(name, "exact", "policy.dtype", dtype) for name in ("bf16", "param_dtype")],
+    row("load_in_4bit", "absent", reading=NOT_QUANTISED),
+    row("max_len", "exact", "chat.max_len", refuses=needs(lambda x: x >= 1)),
+    row("greedy_sampling", "exact", "chat.greedy_sampling"),
+    row("top_p", "exact", "chat.top_p", refuses=needs(lambda x: 0 < x <= 1, "must be above 0 and at most 1")),
+    row(
         "temperature",
         "exact",
         "chat.temperature",
         refuses=lambda x, v: "" if v["greedy_sampling"] or 0 < x < inf else "must be a number above 0; --greedy_sampling is without",
     ),
-    _flag("repetition_penalty", "exact", "chat.repetition_penalty", refuses=lambda x, v: "" if 0 < x < inf else "must be a number above 0"),
-    _flag(
+    row("repetition_penalty", "exact", "chat.repetition_penalty", refuses=needs(lambda x: 0 < x < inf, "must be a number above 0")),
+    row(
         "input_template",
         "exact",
         "chat.input_template",
-        lambda x, v: {"chat.input_template": x if x and "{}" in x else "{}"},
+        value=lambda x, v: x if x and "{}" in x else "{}",
         refuses=lambda x, v: m.template_problem(x),
     ),
-    *[_flag(name, "exact", f"chat.{name}") for name in ("apply_chat_template", "ta_prompt", "enable_csft", "csft_prompt")],
+    *[row(name, "exact", f"chat.{name}") for name in ("apply_chat_template", "ta_prompt", "enable_csft", "csft_prompt")],
 )
+
+RULES = {BATCH: _BATCH, CHAT: _CHAT}

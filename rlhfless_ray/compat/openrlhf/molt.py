@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.elastic_flags import DIALECT, separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE
@@ -156,7 +157,7 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
     return translation
 
 
-def _as_openrlhf(given: dict[str, Any]) -> list[str]:
+def _as_openrlhf(given: JsonObject) -> list[str]:
     """Return the equivalent command line of OpenRLHF 0.11.2, without the parts that only recipe settings express."""
     known = flags_of(newest())
     line: dict[str, list[str]] = {flag: list(values) for flag, values in DEFAULTS.items()}
@@ -183,14 +184,14 @@ def _as_openrlhf(given: dict[str, Any]) -> list[str]:
     return [token for flag, values in line.items() for token in (flag, *values)]
 
 
-def _runs_ahead(given: dict[str, Any]) -> bool:
+def _runs_ahead(given: JsonObject) -> bool:
     """Return whether rollouts overlap training, as in Molt by default. Here that needs importance weights."""
     return not given.get("--train.force_sync_mode") and given.get("--algo.advantage.is_correction_level", "off") != "off"
 
 
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
+def _settings(given: JsonObject) -> JsonObject:
     """Return recipe keys that no flag of OpenRLHF sets."""
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     if given.get("--algo.advantage.no_whiten"):
         settings["algorithm.advantage.whiten"] = False
     reference = given.get("--ref.model_name_or_path")
@@ -207,7 +208,7 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _outcome(flag: str, value: Any) -> Outcome | None:
+def _outcome(flag: str, value: object) -> Outcome | None:
     """Return the outcome of one of Molt's own flags, or None for a flag that OpenRLHF has too."""
     if flag in REFUSES:
         refuses, why = REFUSES[flag]

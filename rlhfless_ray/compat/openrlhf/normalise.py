@@ -81,6 +81,10 @@ class Values:
         is_set = model == "actor" or {f"{model}.num_nodes", f"{model}.num_gpus_per_node"} & self.set_by.keys()
         return world if is_set else min(world, self.world("actor"))
 
+    def slots(self, model: str) -> str:
+        """Return the maximum number of the model's processes as words."""
+        return f"{self.ranks(model)} slot{'s' * (self.ranks(model) > 1)}"
+
     @property
     def estimator(self) -> str:
         return self["algo.advantage.estimator"]
@@ -93,6 +97,15 @@ class Values:
     @property
     def engines(self) -> int:
         return self["vllm.num_engines"] or 0
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened. Those of rloo were up to 0.8.4."""
+        return self.traits.whitens or (self.estimator == "rloo" and not self.since("0.8.5"))
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self["eval.dataset"]) and self["eval.steps"] > 0
 
     @property
     def has_critic(self) -> bool:
@@ -108,7 +121,7 @@ class Values:
         return bool(self["reward.remote_url"] or self["train.agent_func_path"])
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
@@ -189,7 +202,7 @@ def _typed(name: str, value: Any) -> Any:
     return value
 
 
-def _set(values: Values, name: str, value: Any, flag: str) -> None:
+def _set(values: Values, name: str, value: object, flag: str) -> None:
     flags = values.set_by.setdefault(name, [])
     if flags and values.value[name] != value:
         both = "" if name == LOGIN else f" ({shown(values.value[name])} and {shown(value)})"

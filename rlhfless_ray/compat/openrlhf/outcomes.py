@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.elastic_flags import CHANGED, PREVIOUS, RESUME
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 
@@ -29,14 +30,14 @@ class Outcome(NamedTuple):
 class CommandTranslation(ABC):
     """A command line as settings of a recipe."""
 
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
     """Dotted recipe key → value."""
     flags: list[Outcome] = field(default_factory=list)
     """Outcomes of the command line's flags. Launchers other than PPO's have refused defaults here too."""
     notes: list[str] = field(default_factory=list)
 
     @property
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> JsonObject:
         """The settings as a nested dict."""
         return nested(self.settings)
 
@@ -83,7 +84,7 @@ def block(title: str, entries: list[str]) -> list[str]:
     return [f"{title if not index else '':<12}{entry}" for index, entry in enumerate(entries)]
 
 
-def recipe_lines(tree: dict[str, Any], refused: bool) -> list[str]:
+def recipe_lines(tree: JsonObject, refused: bool) -> list[str]:
     """Return the recipe as the last lines of an explanation. `refused`: whether it lacks refused flags."""
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return ["recipe" + (" (without the refused flags)" if refused else ""), *("  " + line for line in text.splitlines())]

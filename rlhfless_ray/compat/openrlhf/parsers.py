@@ -56,6 +56,7 @@ class FlagParser(QuotingParser):
 
 
 @cache
-def parser_of(version: str, others: tuple[Spec, ...] = ()) -> FlagParser:
-    """Return the parser of one version of PPO's launcher. `others`: definitions of other versions that are added or replace its own."""
-    return FlagParser(LAUNCHER, {**flags_of(version), **{spec.flag: spec for spec in others}}.values(), has_help=True)
+def parser_of(version: str, others: tuple[Spec, ...] = (), launcher: str = LAUNCHER) -> FlagParser:
+    """Return the parser of one version of a launcher. `others`: definitions of other versions that are added or replace its own."""
+    specs = {**flags_of(version, launcher), **{spec.flag: spec for spec in others}}
+    return FlagParser(launcher, specs.values(), has_help=launcher == LAUNCHER)

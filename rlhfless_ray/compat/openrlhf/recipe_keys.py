@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.normalise import shown
 
 
@@ -18,7 +19,7 @@ def recipe_keys() -> list[str]:
     return known_keys(Recipe)
 
 
-def mistake_in(key: str, value: Any) -> str:
+def mistake_in(key: str, value: object) -> str:
     """Return why the type or the range of a recipe's key does not allow the value, or an empty string."""
     try:
         _validator(key).validate_python(value)
@@ -43,9 +44,9 @@ def _validator(key: str) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def nested(settings: dict[str, Any]) -> dict[str, Any]:
+def nested(settings: JsonObject) -> JsonObject:
     """Convert dotted keys to a tree of sections."""
-    tree: dict[str, Any] = {}
+    tree: JsonObject = {}
     for key, value in settings.items():
         *parents, leaf = key.split(".")
         node = tree

@@ -43,7 +43,7 @@ def slots_of(translation: Translation) -> Slots:
     return Slots(fewest, at_most, openrlhf_gpus(v))
 
 
-def _least_width(settings: Mapping[str, Any]) -> int:
+def _least_width(settings: Mapping[str, object]) -> int:
     """Return the slots of the narrowest engine."""
     width = settings.get("rollout.tensor_parallel", 1)
     return _whole(width, 1)  # the narrowest of `auto`
@@ -73,7 +73,7 @@ def openrlhf_gpus(v: Values) -> int:
     return total
 
 
-def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> int | None:
+def slots_here(settings: Mapping[str, object], environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the slots of the private cluster that a run would start here, or None if it joins another cluster."""
     if settings.get("cluster.address") or environment.get("RAY_ADDRESS"):
         return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.compat.openrlhf.dialect import CommandLine
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_value, separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name, switched_dtype, template_notes
 from rlhfless_ray.compat.openrlhf.flags import flags_of, place
-from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, accepts, defaults, read
-from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
+from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, Values, defaults, read_line
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.starters import process_place
 from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, OWN, RANKS, RM, RULES, SFT, TASKS
@@ -35,7 +35,7 @@ class SupervisedTranslation(LauncherTranslation):
     """Whether the flag is given."""
 
     @property
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> JsonObject:
         return nested({"task": TASKS[self.launcher], **self.settings})
 
     def recipe(self) -> SupervisedRecipe:
@@ -58,7 +58,8 @@ def translate_supervised(
         UserError: If no version accepts the line.
     """
     theirs, ours, wanted = separate(tokens)
-    version, given = read(launcher, theirs, wanted)
+    line = read_line(launcher, theirs, wanted)
+    version, given = line.version, line.given
     values = {_newest(flag): value for flag, value in defaults(launcher, version).items()}
     spelled = {name: flag for flag in flags_of(version, launcher) for name in [_newest(flag[2:])]}
     for flag, value in given.items():
@@ -73,7 +74,7 @@ def translate_supervised(
     if isinstance(own.get("learner.ranks"), int):
         ranks = own["learner.ranks"]
     values[RANKS], values[OWN] = ranks, [flag for flag, _ in ours]
-    settings: dict[str, Any] = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
+    settings: JsonObject = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
     if launcher != SFT or place(version) < place(ALL_STEPS_SINCE):
         settings["run.schedule_end"] = "whole_batches"
     if "lr_scheduler" not in values:  # the launchers' own before it was a flag
@@ -85,25 +86,16 @@ def translate_supervised(
         launcher, version, settings=settings, load_flag=spelled["ckpt.load_enable"], resumes=bool(values["ckpt.load_enable"])
     )
     rules = {rule.name: rule for rule in RULES}
-    for name, value in values.items():
-        if name not in spelled:
-            continue
-        rule = rules[name]
-        settings |= {key: x for key, x in rule.settings(values).items() if x is not None}
-        decides = rule.kind == "exact" or (rule.kind == "maybe" and bool(rule.settings(values)))
-        translation.owners |= {key: spelled[name] for key in rule.keys if decides}
-        why = rule.refuses(value, values)
-        if why and spelled[name] not in given:
-            translation.flags.append(Outcome(spelled[name], REFUSED, why))
-    for flag, value in given.items():
-        translation.flags.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
+    for name, flag in spelled.items():
+        translation.apply(rules[name], flag, values, flag in given)
+    translation.flags.sort(key=lambda outcome: [*given].index(outcome.flag) if outcome.flag in given else -1)
     translation.set_own(ours, SupervisedRecipe)
     if launcher == RM:  # each evaluation sets the scale of the rewards in config.json
         settings["evaluate.each_epoch"] = True
         if not (settings.get("evaluate.path") or settings.get("evaluate.rows")):
             settings.setdefault("evaluate.train_share", EVALUATED_SHARE)
     translation.notes = _notes(launcher, version, values, spelled)
-    if _stored_dtype_elsewhere(launcher, version, theirs, values):
+    if _stored_dtype_elsewhere(line, values):
         translation.notes.append(
             f"weights are bfloat16; OpenRLHF {NO_DTYPE_UNTIL} and older accept this command too and keep the dtype of the model's folder, "
             f"which --elastic.dialect {NO_DTYPE_UNTIL} does"
@@ -113,15 +105,14 @@ def translate_supervised(
     return translation
 
 
-def _stored_dtype_elsewhere(launcher: str, version: str, tokens: Sequence[str], v: Mapping[str, Any]) -> bool:
+def _stored_dtype_elsewhere(line: CommandLine, v: Values) -> bool:
     """Return whether older versions accept the line too, and train in the dtype of the model's folder, which is another one."""
-    if place(version) <= place(NO_DTYPE_UNTIL) or v["ds.param_dtype"] != "bf16":
+    if place(line.version) <= place(NO_DTYPE_UNTIL) or v["ds.param_dtype"] != "bf16" or NO_DTYPE_UNTIL not in line.accepted_by:
         return False
-    stored = switched_dtype(False, v["model.model_name_or_path"])["policy.dtype"]
-    return stored != "bfloat16" and accepts(launcher, NO_DTYPE_UNTIL, tokens)
+    return switched_dtype(False, v["model.model_name_or_path"])["policy.dtype"] != "bfloat16"
 
 
-def _notes(launcher: str, version: str, v: dict[str, Any], spelled: Mapping[str, str]) -> list[str]:
+def _notes(launcher: str, version: str, v: Values, spelled: Mapping[str, str]) -> list[str]:
     notes = []
     if launcher == SFT and place(version) < place(MEAN_OF_BATCH_SINCE):
         notes.append(

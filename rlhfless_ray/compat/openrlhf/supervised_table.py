@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
-from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE
+from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE, Settings
 from rlhfless_ray.compat.openrlhf.flags import read_data
-from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Values, only, required, row, shares_for
+from rlhfless_ray.compat.openrlhf.launcher_flags import NO_HUB, NOT_QUANTISED, PLAIN_ATTENTION, Values, required, row, shares_for, text
 from rlhfless_ray.compat.openrlhf.rank_groups import (
     DECIDING,
     DIVIDED,
@@ -18,74 +18,53 @@ from rlhfless_ray.compat.openrlhf.rank_groups import (
     why_not_sliced,
     with_reason,
 )
+from rlhfless_ray.compat.openrlhf.rules import Rule
 
 SFT, RM, DPO, KTO, KD, PRM = "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"
 TASKS = {SFT: "sft", RM: "rm", DPO: "dpo", KTO: "kto", KD: "kd", PRM: "prm"}
+PRETRAINS = "model.pretrain_mode_enable"
+RANKS, OWN = "ranks", "own"  # stand beside the flags' values: number of ranks, and flags --elastic.SECTION.KEY
 
 
-def _dtype(x: Any, v: Values) -> dict[str, Any]:
+def dtype(x: object, v: Values) -> Settings:
     return m.switched_dtype(x, v["model.model_name_or_path"])
 
 
-def _zero_stage(x: int, v: Values) -> dict[str, Any]:
-    needs_one = v["ds.adam_offload"] or _dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
-    return {"learner.zero_stage": max(1, x) if needs_one else x}
+def zero_stage(x: int, v: Values) -> int:
+    needs_one = v["ds.adam_offload"] or dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
+    return max(1, x) if needs_one else x
 
 
-def _template(x: str | None, v: Values) -> dict[str, Any]:
-    replaced = (
-        v["data.apply_chat_template"] or v.get("model.pretrain_mode_enable") or not (v.get("data.input_key") or v.get("data.prompt_key"))
-    )
-    return {} if replaced or "{}" not in (x or "") else {"data.input_template": x}
+def uses_input_template(x: str | None, v: Values) -> bool:
+    replaced = v["data.apply_chat_template"] or v.get(PRETRAINS) or not (v.get("data.input_key") or v.get("data.prompt_key"))
+    return not replaced and "{}" in (x or "")
 
 
-def _responses(x: str | None, v: Values) -> dict[str, Any]:
-    return {"data.response_column": "" if v.get("model.pretrain_mode_enable") else x or ""}
-
-
-def _turns(x: bool, v: Values) -> dict[str, Any]:
-    return {"data.train_on": "assistant"} if x and not v["model.pretrain_mode_enable"] else {}
-
-
-def _checkpoints(x: int, v: Values) -> dict[str, Any]:
+def checkpoint_steps(x: int, v: Values) -> int:
     """Return the interval of checkpoints. With --ckpt.disable_ds alone OpenRLHF writes nothing at them."""
-    writes = v.get("ckpt.save_hf") or not v.get("ckpt.disable_ds")
-    return {"checkpoint.every_steps": max(0, x) if writes else 0}
+    return max(0, x) if v.get("ckpt.save_hf") or not v.get("ckpt.disable_ds") else 0
 
 
-def _models(x: bool, v: Values) -> dict[str, Any]:
-    return {"checkpoint.save_hf": True} if x and v["ckpt.save_steps"] > 0 else {}
-
-
-def _models_only(x: bool, v: Values) -> dict[str, Any]:
-    if not x or v["ckpt.save_steps"] <= 0:
-        return {}
+def models_only(x: bool, v: Values) -> Settings:
     return {"checkpoint.resumable": False} if v.get("ckpt.save_hf") else {"checkpoint.every_steps": 0}
 
 
-def _targets(x: Any, v: Values) -> dict[str, Any]:
-    return m.target_modules(x, v) if v["ds.lora.rank"] else {}
-
-
-def _where(name: str, key: str) -> Callable[[Any, Values], dict[str, Any]]:
-    """Return a function that gives a key the flag's value if another flag is on."""
-    return lambda x, v: {key: x} if v[name] else {}
-
-
-def _where_schedule(key: str, counts: Callable[[str | None], bool]) -> Callable[[Any, Values], dict[str, Any]]:
-    return lambda x, v: {key: x} if counts(v["lr_scheduler"]) else {}
-
-
-def _evaluations(x: int, v: Values) -> dict[str, Any]:
+def evaluations(x: int, v: Values) -> Settings:
     return {"evaluate.each_epoch": True} if x == -1 else {"evaluate.every_steps": x}
 
 
-def _other_reference(x: str | None, v: Values) -> dict[str, Any]:
-    return {"reference.path": "" if x in (None, v["model.model_name_or_path"]) else x}
+def other_reference(x: str | None, v: Values) -> str:
+    return "" if x in (None, v["model.model_name_or_path"]) else str(x)
 
 
-def _not_sliced(x: int, v: Values) -> str:
+def beside(name: str) -> Callable[[object, Values], bool]:
+    """Return whether another flag is on."""
+    return lambda x, v: bool(v[name])
+
+
+def not_sliced(v: Values) -> str:
     """Return why ranks do not share sequences, or an empty string if they do."""
+    x = v["ds.ring_attn_size"]
     if x > 1 and not (why := _why_not_sliced(x, v)):
         return ""
     return f"{with_reason(DIVIDED, why if x > 1 else '')}. A run whose longest row does not fit a rank ends before Ray starts"
@@ -97,8 +76,9 @@ def _why_not_sliced(x: int, v: Values) -> str:
     return next(filter(None, [_decided(v), *(why_not_sliced(x, v[RANKS], dropout, folder) for folder in models)]), "")
 
 
-def _not_divided(x: int, v: Values) -> str:
+def not_divided(v: Values) -> str:
     """Return why ranks do not share copies of the model, or an empty string if they do."""
+    x = v["ds.tensor_parallel_size"]
     if x > 1 and not (why := _why_not_divided(x, v)):
         return ""
     return with_reason(MATRICES, why if x > 1 else "")
@@ -119,29 +99,24 @@ def _decided(v: Values) -> str:
     return next((f"{flag} decides here how ranks divide the work" for flag in v[OWN] if flag.removeprefix("--elastic.") in keys), "")
 
 
-RANKS, OWN = "ranks", "own"  # stand beside the flags' values: number of ranks, and flags --elastic.SECTION.KEY
+SAME = "it changes no result"
+NO_MUON = "only muon has it, and the optimizer is adam"
 WANDB = "logger.wandb.key"
-PLAIN_ATTENTION = "kernels of attention are torch's own, and change no result"
 
-RULES: tuple[FlagRule, ...] = (
+RULES: tuple[Rule[Values], ...] = (
     # checkpoints and evaluation
     row("ckpt.output_dir", "exact", "save.path"),
-    row("ckpt.save_steps", "exact", "checkpoint.every_steps", _checkpoints),
-    row(
-        "ckpt.path",
-        "exact",
-        "checkpoint.path",
-        lambda x, v: {"checkpoint.path": x} if v["ckpt.save_steps"] > 0 or v["ckpt.load_enable"] else {},
-    ),
+    row("ckpt.save_steps", "exact", "checkpoint.every_steps", value=checkpoint_steps),
+    row("ckpt.path", "exact", "checkpoint.path", when=lambda x, v: v["ckpt.save_steps"] > 0 or v["ckpt.load_enable"]),
     row("ckpt.max_num", "exact", "checkpoint.keep"),
     row("ckpt.max_mem", "hint", reading="checkpoints are limited by their number"),
-    row("ckpt.save_hf", "exact", "checkpoint.save_hf", _models),
-    row("ckpt.disable_ds", "exact", "checkpoint.resumable", _models_only),
+    row("ckpt.save_hf", "exact", "checkpoint.save_hf", when=lambda x, v: x and v["ckpt.save_steps"] > 0),
+    row("ckpt.disable_ds", "exact", "checkpoint.resumable", models_only, when=lambda x, v: x and v["ckpt.save_steps"] > 0),
     row("ckpt.load_enable", "hint", reading="continue the newest run of this name with a checkpoint there, if any"),
     row("ds.use_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
-    row("eval.steps", "exact", "evaluate.every_steps evaluate.each_epoch", _evaluations),
-    row("eval.dataset", "exact", "evaluate.path", m.text("evaluate.path")),
-    row("eval.split", "exact", "evaluate.split", _where("eval.dataset", "evaluate.split")),
+    row("eval.steps", "exact", "evaluate.every_steps evaluate.each_epoch", evaluations),
+    row("eval.dataset", "exact", "evaluate.path", value=text),
+    row("eval.split", "exact", "evaluate.split", when=beside("eval.dataset")),
     # batches
     row("train.batch_size", "exact", "data.batch_rows"),
     row("train.micro_batch_size", "hint", reading=m.BUDGET),
@@ -150,88 +125,70 @@ RULES: tuple[FlagRule, ...] = (
     row("train.full_determinism_enable", "exact", "run.deterministic"),
     row("local_rank", "noop", reading="Ray Train numbers the ranks"),
     # model
-    row("model.model_name_or_path", "exact", "policy.path", m.text("policy.path"), refuses=required("name the model to train")),
-    row("ds.param_dtype", "exact", "policy.dtype", _dtype),
-    row("ds.zero_stage", "exact", "learner.zero_stage", _zero_stage),
+    row("model.model_name_or_path", "exact", "policy.path", value=text, refuses=required("name the model to train")),
+    row("ds.param_dtype", "exact", "policy.dtype", dtype),
+    row("ds.zero_stage", "exact", "learner.zero_stage", value=zero_stage),
     row("ds.adam_offload", "exact", "learner.optimizer_offload"),
-    row(
-        "model.gradient_checkpointing_enable",
-        "exact",
-        "learner.gradient_checkpointing",
-        lambda x, v: {"learner.gradient_checkpointing": bool(x)},
-    ),
-    row("model.gradient_checkpointing_reentrant", "noop", reading="it changes no result"),
-    row("model.aux_loss_coef", "absent", refuses=only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"),
-    row(
-        "ds.load_in_4bit",
-        "absent",
-        refuses=only(False, "quantising weights when they are loaded has no counterpart here"),
-        reading="the default",
-    ),
+    row("model.gradient_checkpointing_enable", "exact", "learner.gradient_checkpointing", value=lambda x, v: bool(x)),
+    row("model.gradient_checkpointing_reentrant", "noop", reading=SAME),
+    row("model.aux_loss_coef", "absent", reading=f"the router's auxiliary loss {NOT_HERE}"),
+    row("ds.load_in_4bit", "absent", reading=NOT_QUANTISED),
     row("ds.lora.rank", "exact", "lora.rank"),
-    row("ds.lora.alpha", "exact", "lora.alpha", _where("ds.lora.rank", "lora.alpha")),
-    row("ds.lora.dropout", "exact", "lora.dropout", _where("ds.lora.rank", "lora.dropout")),
-    row("ds.lora.target_modules", "exact", "lora.target_modules", _targets),
+    row("ds.lora.alpha", "exact", "lora.alpha", when=beside("ds.lora.rank")),
+    row("ds.lora.dropout", "exact", "lora.dropout", when=beside("ds.lora.rank")),
+    row(
+        "ds.lora.target_modules",
+        "exact",
+        "lora.target_modules",
+        when=beside("ds.lora.rank"),
+        value=lambda x, v: [x] if isinstance(x, str) else x,
+    ),
     row("ds.value_head_prefix", "exact", "loss.value_head"),
-    *[
-        row(name, "noop", reading=reading)
-        for name, reading in [
-            ("ds.zpg", "it changes no result"),
-            ("ds.deepcompile", "it changes no result"),
-            ("ds.attn_implementation", PLAIN_ATTENTION),
-            ("ds.experts_implementation", "it changes no result"),
-            ("ds.use_liger_kernel", PLAIN_ATTENTION),
-            ("ds.grad_accum_dtype", "gradients add up in float32"),
-            ("ds.overlap_comm", "it changes no result"),
-            ("ds.packing_samples", "it changes no result; batches are cut with little padding"),
-            ("data.disable_fast_tokenizer", "tokenizers give the same tokens"),
-            ("data.dataloader_num_workers", "rows are tokenized before the start"),
-            ("model.compute_fp32_loss_enable", "rewards and losses are float32"),
-            ("ref.offload", "the reference's log-probabilities are computed once, before the first step"),
-        ]
-    ],
-    row("ds.tensor_parallel_size", "maybe", "learner.tensor_parallel", hints=_not_divided),
+    row("ds.zpg", "noop", reading=SAME),
+    row("ds.deepcompile", "noop", reading=SAME),
+    row("ds.attn_implementation", "noop", reading=PLAIN_ATTENTION),
+    row("ds.experts_implementation", "noop", reading=SAME),
+    row("ds.use_liger_kernel", "noop", reading=PLAIN_ATTENTION),
+    row("ds.grad_accum_dtype", "noop", reading="gradients add up in float32"),
+    row("ds.overlap_comm", "noop", reading=SAME),
+    row("ds.packing_samples", "noop", reading="it changes no result; batches are cut with little padding"),
+    row("data.disable_fast_tokenizer", "noop", reading="tokenizers give the same tokens"),
+    row("data.dataloader_num_workers", "noop", reading="rows are tokenized before the start"),
+    row("model.compute_fp32_loss_enable", "noop", reading="rewards and losses are float32"),
+    row("ref.offload", "noop", reading="the reference's log-probabilities are computed once, before the first step"),
+    row("ds.tensor_parallel_size", "maybe", "learner.tensor_parallel", when=lambda x, v: not not_divided(v), reading=not_divided),
     row(
         "ds.ring_attn_size",
         "maybe",
         "learner.sequence_parallel",
+        when=lambda x, v: not not_sliced(v),
         refuses=lambda x, v: "OpenRLHF requires --packing_samples with it; add it" if x > 1 and not v["ds.packing_samples"] else "",
-        hints=_not_sliced,
+        reading=not_sliced,
     ),
     row("ds.ring_attn_head_stride", "hint", reading=DIVIDED),
     # optimizer
-    row("optim", "absent", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
-    *[
-        row(f"muon.{name}", "noop", reading="only muon has it, and the optimizer is adam")
-        for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")
-    ],
+    row("optim", "absent", reading=f"the optimizer muon {NOT_HERE}"),
+    *[row(f"muon.{name}", "noop", reading=NO_MUON) for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")],
     row("adam.lr", "exact", "learner.learning_rate"),
     row("adam.betas", "exact", "learner.betas"),
     row("adam.eps", "exact", "learner.adam_eps"),
     row("adam.weight_decay", "exact", "learner.weight_decay"),
     row("lr_scheduler", "exact", "learner.schedule"),
-    row("lr_warmup_ratio", "exact", "learner.warmup_share", _where_schedule("learner.warmup_share", lambda name: name != "constant")),
-    row(
-        "min_lr_ratio",
-        "exact",
-        "learner.min_rate_share",
-        _where_schedule("learner.min_rate_share", lambda name: name == "cosine_with_min_lr"),
-    ),
+    row("lr_warmup_ratio", "exact", "learner.warmup_share", when=lambda x, v: v["lr_scheduler"] != "constant"),
+    row("min_lr_ratio", "exact", "learner.min_rate_share", when=lambda x, v: v["lr_scheduler"] == "cosine_with_min_lr"),
     row("max_norm", "exact", "learner.grad_clip"),
     # loss
-    row("model.pretrain_mode_enable", "exact", "data.train_on", lambda x, v: {"data.train_on": "all"} if x else {}),
-    row("model.loss_type", "exact", "loss.kind", lambda x, v: {"loss.kind": "sigmoid" if x == "sigmoid" else "logexp"}),
-    row("model.margin_loss_enable", "exact", "data.margin_column", lambda x, v: {"data.margin_column": "margin" if x else ""}),
+    row(PRETRAINS, "exact", "data.train_on", when=lambda x, v: x, value=lambda x, v: "all"),
+    row("model.loss_type", "exact", "loss.kind", value=lambda x, v: "sigmoid" if x == "sigmoid" else "logexp"),
+    row("model.margin_loss_enable", "exact", "data.margin_column", value=lambda x, v: "margin" if x else ""),
     row("model.beta", "exact", "loss.beta"),
-    row("model.ipo_enable", "exact", "loss.kind", lambda x, v: {"loss.kind": "ipo" if x else "sigmoid"}),
-    row(
-        "model.label_smoothing", "exact", "loss.label_smoothing", lambda x, v: {} if v["model.ipo_enable"] else {"loss.label_smoothing": x}
-    ),
+    row("model.ipo_enable", "exact", "loss.kind", value=lambda x, v: "ipo" if x else "sigmoid"),
+    row("model.label_smoothing", "exact", "loss.label_smoothing", when=lambda x, v: not v["model.ipo_enable"]),
     row("model.nll_loss_coef", "exact", "loss.nll_coefficient"),
-    row("ref.model_name_or_path", "exact", "reference.path", _other_reference),
+    row("ref.model_name_or_path", "exact", "reference.path", value=other_reference),
     row("desirable_loss_weight", "exact", "loss.desirable_weight"),
     row("undesirable_loss_weight", "exact", "loss.undesirable_weight"),
-    row("teacher_model", "exact", "teacher.path", m.text("teacher.path"), refuses=required("name the teacher")),
+    row("teacher_model", "exact", "teacher.path", value=text, refuses=required("name the teacher")),
     row("kd_coef", "exact", "loss.teacher_weight"),
     row("teacher_offload", "hint", reading="the teacher stays on the ranks' devices"),
     # data
@@ -241,39 +198,29 @@ RULES: tuple[FlagRule, ...] = (
     row("data.dataset", "exact", "data.path data.paths", m.dataset("data"), refuses=required("name the data set")),
     row("data.dataset_probs", "exact", "data.probabilities", m.probabilities("data"), refuses=shares_for("data.dataset")),
     row("data.dataset_split", "exact", "data.split"),
-    row("data.max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x)}),
-    row("data.multiturn", "exact", "data.train_on", _turns),
+    row("data.max_samples", "exact", "data.max_rows", value=lambda x, v: int(x)),
+    row("data.multiturn", "exact", "data.train_on", when=lambda x, v: x and not v[PRETRAINS], value=lambda x, v: "assistant"),
     row("data.input_key", "exact", "data.prompt_column"),
-    row("data.output_key", "exact", "data.response_column", _responses),
-    row("data.prompt_key", "exact", "data.prompt_column", m.text("data.prompt_column")),
+    row("data.output_key", "exact", "data.response_column", value=lambda x, v: "" if v.get(PRETRAINS) else x or ""),
+    row("data.prompt_key", "exact", "data.prompt_column", value=text),
     row("data.chosen_key", "exact", "data.chosen_column"),
     row("data.rejected_key", "exact", "data.rejected_column"),
-    row("data.input_template", "exact", "data.input_template", _template),
-    row(
-        "data.apply_chat_template",
-        "exact",
-        "data.template",
-        lambda x, v: {"data.template": "chat"} if x and not v.get("model.pretrain_mode_enable") else {},
-    ),
-    row(
-        "data.tokenizer_chat_template",
-        "exact",
-        "data.chat_template",
-        lambda x, v: {"data.chat_template": x} if x and v["data.apply_chat_template"] else {},
-    ),
+    row("data.input_template", "exact", "data.input_template", when=uses_input_template),
+    row("data.apply_chat_template", "exact", "data.template", when=lambda x, v: x and not v.get(PRETRAINS), value=lambda x, v: "chat"),
+    row("data.tokenizer_chat_template", "exact", "data.chat_template", when=lambda x, v: x and v["data.apply_chat_template"]),
     row("data.max_len", "exact", "data.max_tokens"),
     # sinks
     row("logger.logging_steps", "exact", "watch.every_steps"),
-    row(WANDB, "exact", "watch.wandb", m.wandb),
-    row("logger.wandb.org", "exact", "watch.wandb_entity", _where(WANDB, "watch.wandb_entity")),
-    row("logger.wandb.group", "exact", "watch.wandb_group", _where(WANDB, "watch.wandb_group")),
-    row("logger.wandb.project", "exact", "watch.wandb_project", _where(WANDB, "watch.wandb_project")),
-    row("logger.wandb.run_name", "exact", "watch.run_name", lambda x, v: {} if "<prefix>" in x else {"watch.run_name": x}),
+    row(WANDB, "exact", "watch.wandb", value=lambda x, v: "online" if x else "off"),
+    row("logger.wandb.org", "exact", "watch.wandb_entity", when=beside(WANDB)),
+    row("logger.wandb.group", "exact", "watch.wandb_group", when=beside(WANDB)),
+    row("logger.wandb.project", "exact", "watch.wandb_project", when=beside(WANDB)),
+    row("logger.wandb.run_name", "exact", "watch.run_name", when=lambda x, v: "<prefix>" not in x),
     row("logger.tensorboard_dir", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
-    row("use_ms", "absent", refuses=only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
+    row("use_ms", "absent", reading=NO_HUB),
 )
 
-ALWAYS: dict[str, Any] = {
+ALWAYS: JsonObject = {
     "data.contract": "openrlhf",
     "data.overlong": "leave_out",
     "data.remainder": "carry",

@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.checks import check
-from rlhfless_ray.compat.openrlhf.departures import departures, other_meanings
+from rlhfless_ray.compat.openrlhf.departures import departures
 from rlhfless_ray.compat.openrlhf.dialect import CommandLine, instead_of, read
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_settings, separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name
-from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, Rule, owned_keys, rule_of
+from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, owned_keys
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
-from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canonical, defaults, shown
+from rlhfless_ray.compat.openrlhf.normalise import LOGIN, Values, canonical, defaults
+from rlhfless_ray.compat.openrlhf.other_versions import other_defaults, other_meanings
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome
 from rlhfless_ray.compat.openrlhf.rank_groups import DECIDING
 from rlhfless_ray.compat.openrlhf.recipe_keys import mistake_in, names, recipe_keys
+from rlhfless_ray.compat.openrlhf.rules import Rule
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -33,7 +36,7 @@ class Translation(CommandTranslation):
     values: Values
     missing: list[Outcome] = field(default_factory=list)
     """Refused defaults."""
-    own: dict[str, Any] = field(default_factory=dict)
+    own: JsonObject = field(default_factory=dict)
     """Settings from --elastic.* and --prefix.*, which are also in `settings`."""
     secrets: dict[str, str] = field(default_factory=dict)
     """Environment variables of the run that must not be written into a recipe."""
@@ -75,7 +78,7 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     line = read(theirs, version)
     values = canonical(line, environment)
     notes = check(values)
-    about = [*_about_dialect(line), *_other_defaults(line, values), *other_meanings(line, values)]
+    about = [*_about_dialect(line), *other_defaults(line, values), *other_meanings(line, values)]
     own = own_settings(ours, recipe_keys(), owned_keys())
     translation = Translation(line, values, own=own, notes=[*about, *notes, *departures(values, own)])
     outcomes = {rule.name: _apply_rule(rule, values, translation) for rule in RULES}
@@ -92,9 +95,9 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     return translation
 
 
-def _apply_rule(rule: Rule, v: Values, translation: Translation) -> Outcome:
+def _apply_rule(rule: Rule[Values], v: Values, translation: Translation) -> Outcome:
     """Add the settings of one newest name to `translation` and return its outcome."""
-    reading = rule.reading(v) if rule.reading else ""
+    reading = rule.reason(v)
     idle = rule.idle(v)
     if idle:
         return Outcome(rule.name, NO_EFFECT, f"without effect in OpenRLHF too: {idle}")
@@ -136,25 +139,6 @@ def _about_dialect(line: CommandLine) -> list[str]:
             + (f"; {newest()} calls it {instead}" if instead and instead != spec.flag else "")
         )
     return notes
-
-
-def _other_defaults(line: CommandLine, v: Values) -> list[str]:
-    """Return a note on the defaults of other versions that accept the command too, if they would change the recipe."""
-    differing: dict[tuple[str, str], list[str]] = {}
-    own_defaults = defaults(line.version, {})  # not `v.value`, into which the launcher fills some values
-    for version in line.accepted_by:
-        for name, value in defaults(version, {}).items():
-            if value in (own_defaults[name], STAMPED) or name in v.set_by:
-                continue
-            rule = rule_of().get(name)
-            if rule is None or rule.kind not in ("exact", "cond") or rule.idle(v):
-                continue
-            if rule.settings(v) != rule.settings(replace(v, value={**v.value, name: value})):
-                differing.setdefault((name, shown(value)), []).append(version)
-    if not differing:
-        return []
-    parts = [f"{v.named(name)} {text or 'empty'} ({span_text(where[0], where[-1])})" for (name, text), where in differing.items()]
-    return [f"other versions accept this command too, with other defaults: {', '.join(parts)}; choose one with --elastic.dialect VERSION"]
 
 
 def _run_name(v: Values) -> str:

@@ -172,7 +172,7 @@ def _in_float32(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: object) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x
 
 

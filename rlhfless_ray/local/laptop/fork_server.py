@@ -144,7 +144,7 @@ class _Server:
                 if not self.is_open and not self.children:
                     return
 
-    def run_adopting(self, end: Any) -> None:
+    def run_adopting(self, end: object) -> None:
         """Do the same for a process's only server, and also end what the processes have left behind in sessions of their own."""
         adopt_orphans()
         self.adopts = True

@@ -40,7 +40,7 @@ def local_ray() -> Iterator[None]:
 
     start, find = services.start_ray_process, services.get_node
 
-    def get_node_patiently(*about: Any) -> Any:
+    def get_node_patiently(*about: object) -> Any:
         end = time.monotonic() + REGISTRATION_S
         while True:
             try:
