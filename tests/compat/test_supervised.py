@@ -227,6 +227,11 @@ def test_unknown_flags_and_versions_are_named() -> None:
         translate_supervised("train_sft", [*LEAST, "--elastic.data.batch_rows", "1"], {})
 
 
+def test_own_settings_need_no_section_with_other_launchers_either() -> None:
+    found = translate_supervised("train_sft", [*LEAST, "--elastic.lease_deadline_s", "5"], {})
+    assert found.settings["functions.lease_deadline_s"] == found.own["functions.lease_deadline_s"] == 5
+
+
 def test_flags_of_several_versions_are_read_together() -> None:
     dotted = ["--model.model_name_or_path", "m", "--data.output_key", "a", "--ckpt.output_dir", "o", "--data.max_len", "64"]
     line = [*dotted, "--dataset", "d.jsonl", "--train_batch_size", "4", "--bf16"]

@@ -8,26 +8,14 @@ from __future__ import annotations
 import re
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.flag_semantics import asynchronous, queue_steps, template_notes, template_problem
+from rlhfless_ray.compat.openrlhf.flag_semantics import asynchronous, queue_steps, shares_of, template_notes, template_problem
 from rlhfless_ray.compat.openrlhf.flag_table import rule_of
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_LIMIT, SAMPLE_BUFFER_SINCE, THRESHOLD, Values
 
 COUNTS = (
-    "rollout.batch_size",
-    "rollout.n_samples_per_prompt",
-    "rollout.micro_batch_size",
-    "train.batch_size",
-    "train.micro_batch_size",
-    "train.num_episodes",
-    "train.max_epochs",
-    "train.async_queue_size",
-    "ds.ring_attn_size",
-    "ds.tensor_parallel_size",
-    "vllm.tensor_parallel_size",
-    "logger.logging_steps",
-    "ckpt.max_num",
-    "data.max_samples",
-    "eval.n_samples_per_prompt",
+    *("rollout.batch_size", "rollout.n_samples_per_prompt", "rollout.micro_batch_size", "train.batch_size", "train.micro_batch_size"),
+    *("train.num_episodes", "train.max_epochs", "train.async_queue_size", "ds.ring_attn_size", "ds.tensor_parallel_size"),
+    *("vllm.tensor_parallel_size", "logger.logging_steps", "ckpt.max_num", "data.max_samples", "eval.n_samples_per_prompt"),
     *(f"{model}.{part}" for model in ("actor", "critic", "ref", "reward") for part in ("num_nodes", "num_gpus_per_node")),
 )
 CHOICES: dict[str, tuple[str, ...]] = {  # for values that argparse does not check and a library rejects later
@@ -90,19 +78,14 @@ def _check_paths(v: Values) -> None:
 
 
 def _check_probabilities(v: Values) -> None:
-    text = v["data.prompt_probs"]
+    text, name = v["data.prompt_probs"], v.spelled("data.prompt_probs")
     if not text:
         return
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"{v.spelled('data.prompt_probs')}: expected numbers separated by commas, got `{text}`") from None
-    sets = len(v["data.prompt_dataset"].split(","))
-    _require(len(shares) == sets, f"{v.spelled('data.prompt_probs')}: {len(shares)} probabilities for {sets} data sets")
-    _require(
-        all(share > 0 for share in shares) and abs(sum(shares) - 1) < 1e-6,
-        f"{v.spelled('data.prompt_probs')}: must be positive and add up to 1 (got {text})",
-    )
+    shares, sets = shares_of(text), len(v["data.prompt_dataset"].split(","))
+    if shares is None:
+        raise UserError(f"{name}: expected numbers separated by commas, got `{text}`")
+    _require(len(shares) == sets, f"{name}: {len(shares)} probabilities for {sets} data sets")
+    _require(min(shares) > 0 and abs(sum(shares) - 1) < 1e-6, f"{name}: must be positive and add up to 1 (got {text})")
 
 
 def _check_sampling(v: Values, notes: list[str]) -> None:
@@ -220,11 +203,7 @@ def _check_placement(v: Values, notes: list[str]) -> None:
 
 
 def _require_same_size(v: Values, one: str, other: str, why: str) -> None:
-    parts = ("num_nodes", "num_gpus_per_node")
-    differing = next((part for part in parts if v[f"{one}.{part}"] != v[f"{other}.{part}"]), None)
-    if differing is not None:
-        name = f"{other}.{differing}"
-        raise UserError(
-            f"{v.spelled(why)}: {v.spelled(f'{one}.{differing}')} and {v.spelled(name)} must be equal "
-            f"({v[f'{one}.{differing}']} and {v[name]})"
-        )
+    for part in ("num_nodes", "num_gpus_per_node"):
+        first, second = f"{one}.{part}", f"{other}.{part}"
+        equal = f"{v.spelled(first)} and {v.spelled(second)} must be equal ({v[first]} and {v[second]})"
+        _require(v[first] == v[second], f"{v.spelled(why)}: {equal}")

@@ -22,30 +22,21 @@ def of(*tasks: str) -> Callable[[Values], str]:
     return lambda v: "" if v["eval_task"] in tasks else f"OpenRLHF's {v['eval_task']} does not read it"
 
 
-def needs(holds: Callable[[float], bool], why: str = "must be at least 1") -> Callable[[float, Values], str]:
-    """Refuse numbers for which `holds` is false."""
-    return lambda x, v: "" if holds(x) else why
+def at_least_1(x: float, v: Values) -> str:
+    return "" if x >= 1 else "must be at least 1"
 
 
 def dtype(x: object, v: Values) -> Settings:
     return m.switched_dtype(x, v["pretrain"])
 
 
-def rows(x: object, v: Values) -> list[int]:
+def rows(x: object, v: Values) -> Settings:
     number, size = v["iter"], v["rollout_batch_size"]
-    return [number * size, (number + 1) * size]
+    return {} if number is None else {"batch_inference.rows": [number * size, (number + 1) * size]}
 
 
-def by_iteration(x: object, v: Values) -> bool:
-    return v["iter"] is not None
-
-
-def suffix(x: object, v: Values) -> str:
-    return str(v["csft_prompt"]).strip() + " "
-
-
-def by_csft(x: object, v: Values) -> bool:
-    return bool(v["enable_csft"])
+def suffix(x: object, v: Values) -> Settings:
+    return {"batch_inference.prompt_suffix": v["csft_prompt"].strip() + " "} if v["enable_csft"] else {}
 
 
 _generated, _rated = of(*GENERATES), of(REWARD)
@@ -77,7 +68,7 @@ _BATCH: tuple[Rule[Values], ...] = (
     row("input_key", "exact", "prompts.prompt_column"),
     row("apply_chat_template", "exact", "prompts.template", when=lambda x, v: x, value=lambda x, v: "chat"),
     row("input_template", "exact", "prompts.input_template", when=lambda x, v: x and "{}" in x and not v["apply_chat_template"]),
-    row("max_samples", "exact", "prompts.max_rows", value=lambda x, v: int(x) if x < m.ALL else None, refuses=needs(lambda x: x >= 1)),
+    row("max_samples", "exact", "prompts.max_rows", value=lambda x, v: int(x) if x < m.ALL else None, refuses=at_least_1),
     row("output_path", "exact", "batch_inference.output", refuses=required("name the file to write")),
     # generation
     row("prompt_max_len", "exact", "prompts.max_prompt_tokens", idle=_generated),
@@ -90,26 +81,17 @@ _BATCH: tuple[Rule[Values], ...] = (
     row("tp_size", "exact", "rollout.tensor_parallel", when=lambda x, v: isinstance(x, int), idle=of(VLLM)),
     row("max_num_seqs", "exact", "rollout.max_running", idle=of(VLLM)),
     row("enable_prefix_caching", "noop", idle=of(VLLM), reading="engines always reuse common prefixes, which changes no result"),
-    row(
-        "iter",
-        "exact",
-        "batch_inference.rows",
-        when=by_iteration,
-        value=rows,
-        idle=_generated,
-        refuses=needs(lambda x: (x or 0) >= 0, "count from 0"),
-    ),
+    row("iter", "exact", "batch_inference.rows", rows, idle=_generated, refuses=lambda x, v: "" if (x or 0) >= 0 else "count from 0"),
     row(
         "rollout_batch_size",
         "exact",
         "batch_inference.rows",
-        when=by_iteration,
-        value=rows,
+        rows,
         idle=_generated,
         refuses=lambda x, v: "" if x >= 1 or v["iter"] is None else "must be at least 1",
     ),
-    row("enable_csft", "exact", "batch_inference.prompt_suffix", when=by_csft, value=suffix, idle=_generated),
-    row("csft_prompt", "exact", "batch_inference.prompt_suffix", when=by_csft, value=suffix, idle=_generated),
+    row("enable_csft", "exact", "batch_inference.prompt_suffix", suffix, idle=_generated),
+    row("csft_prompt", "exact", "batch_inference.prompt_suffix", suffix, idle=_generated),
     # rewards
     row("output_key", "exact", "batch_inference.response_column", idle=_rated),
     row("max_len", "exact", "batch_inference.max_tokens", idle=_rated),
@@ -136,16 +118,16 @@ _CHAT: tuple[Rule[Values], ...] = (
     *_COMMON,
     *[row(name, "exact", "policy.dtype", dtype) for name in ("bf16", "param_dtype")],
     row("load_in_4bit", "absent", reading=NOT_QUANTISED),
-    row("max_len", "exact", "chat.max_len", refuses=needs(lambda x: x >= 1)),
+    row("max_len", "exact", "chat.max_len", refuses=at_least_1),
     row("greedy_sampling", "exact", "chat.greedy_sampling"),
-    row("top_p", "exact", "chat.top_p", refuses=needs(lambda x: 0 < x <= 1, "must be above 0 and at most 1")),
+    row("top_p", "exact", "chat.top_p", refuses=lambda x, v: "" if 0 < x <= 1 else "must be above 0 and at most 1"),
     row(
         "temperature",
         "exact",
         "chat.temperature",
         refuses=lambda x, v: "" if v["greedy_sampling"] or 0 < x < inf else "must be a number above 0; --greedy_sampling is without",
     ),
-    row("repetition_penalty", "exact", "chat.repetition_penalty", refuses=needs(lambda x: 0 < x < inf, "must be a number above 0")),
+    row("repetition_penalty", "exact", "chat.repetition_penalty", refuses=lambda x, v: "" if 0 < x < inf else "must be a number above 0"),
     row(
         "input_template",
         "exact",

@@ -42,6 +42,10 @@ DEFAULTS = {
 
 SHARDED = "divides state or work between GPUs, which changes no result; ranks divide the batch and ZeRO the state here"
 ENGINE = "it changes no result of an engine"
+ENGINES_OWN = (
+    *("async_scheduling", "attention_backend", "block_size", "disable_custom_all_reduce", "distributed_executor_backend"),
+    *("enable_chunked_prefill", "gdn_prefill_backend", "mamba_ssm_cache_dtype", "max_num_batched_tokens", "mm_encoder_attn_backend"),
+)
 HINTS = {
     **dict.fromkeys(("--fsdp.tp_size", "--fsdp.cp_size", "--fsdp.ep_size", "--fsdp.pp_size", "--fsdp.sequence_parallel"), SHARDED),
     **dict.fromkeys(
@@ -59,24 +63,7 @@ IDLE = {
     "--eval.eval_at_start": "a run is evaluated before its first step anyway",
     "--train.check_weight_update_equal": "published weights are compared by checksum anyway",
     "--vllm.router_policy": "requests go to the engine that has room",
-    **dict.fromkeys(
-        [
-            f"--vllm.{name}"
-            for name in (
-                "async_scheduling",
-                "attention_backend",
-                "block_size",
-                "disable_custom_all_reduce",
-                "distributed_executor_backend",
-                "enable_chunked_prefill",
-                "gdn_prefill_backend",
-                "mamba_ssm_cache_dtype",
-                "max_num_batched_tokens",
-                "mm_encoder_attn_backend",
-            )
-        ],
-        ENGINE,
-    ),
+    **{f"--vllm.{name}": ENGINE for name in ENGINES_OWN},
     "--actor.muon.weight_decay": "the optimizer is adam",
     "--critic.muon.weight_decay": "the optimizer is adam",
 }
