@@ -24,13 +24,13 @@ from benchmarks.common.replay_setup import logical_gpus, synthetic_lengths
 from benchmarks.common.results import make_console, save
 from placement.scaling.resize_policy import Hold
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.live_rollout import DriverSettings
 from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Prompt, Request, SampleId, Span, WeightVersion
 
 SEQUENCES, PROCESSES, MAX_TOKENS = 32, 4, 512

@@ -14,9 +14,9 @@ from placement.scaling.learner_size import LearnerSize
 from placement.scaling.overlapped_step import Rest, Update
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Prompt, Sample
 
 T = TypeVar("T")

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.protocol import Engine
 from rlhfless_ray.engine.token_deltas import TokenDeltas
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import BASE, Request, Span
 from rlhfless_ray.weights.channel import ObjectStoreChannel, PublishedVersion, base_slices
 from rlhfless_ray.weights.tensor_file import Files

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.engine.engine_actor import EngineActor
@@ -24,6 +23,7 @@ from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Fetched, Prefilled, Request, Span
 from rlhfless_ray.weights.checksum import damaged, digests_like
 from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder

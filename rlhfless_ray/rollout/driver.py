@@ -15,7 +15,6 @@ from ray.exceptions import RayError, RayTaskError
 
 from placement.scaling.resize_policy import Release
 from rlhfless_ray.common.deadlines import wait_any
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.engine.token_deltas import TokenDeltas
@@ -27,6 +26,7 @@ from rlhfless_ray.rollout.events import RolloutEnded, RolloutProgress, TokensArr
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin, RequestSource
 from rlhfless_ray.rollout.lost_engines import LOOK_S, LostEngines
 from rlhfless_ray.rollout.rollout_result import RolloutResult
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Span, WeightVersion
 
 Report = tuple[TokenDeltas, EngineSteps, list[Span]]

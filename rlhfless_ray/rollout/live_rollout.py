@@ -15,7 +15,6 @@ import numpy as np
 
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
@@ -26,6 +25,7 @@ from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Completion, Request, WeightVersion
 
 

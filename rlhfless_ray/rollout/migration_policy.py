@@ -16,11 +16,11 @@ from placement.migration.decide_moves import LiveState, Moves, cut_at_share, dec
 from placement.migration.move_search import Settings
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.rollout.events import Event, RolloutProgress, TokensArrived
 from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
 from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.step.engine_steps import EngineSteps
 
 DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
 RECENT = 64  # newest step records, which determine the present speed

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.rollout.inflight_migrations import MigrationStats
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Completion, EngineStep
 
 DRAFT_BANDS = (1, 2, 5, 17)  # lower ends of the bands of sequences in an engine step, by which drafted tokens are counted

@@ -11,13 +11,13 @@ import numpy as np
 import xxhash
 
 from placement.drafting import Learned, News
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_calls import Attached
 from rlhfless_ray.rollout.events import Event, RolloutEnded, TokensArrived
 from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
 from rlhfless_ray.rollout.token_log import NO_ENGINE
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Request
 
 KEPT_TOKENS = 100_000  # tokens of responses of earlier steps. A checkpoint has them as numbers, about 0.6 MB

@@ -22,7 +22,6 @@ from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import response_tokens
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease, Slot
@@ -30,6 +29,7 @@ from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.functions.pool_view import view_of
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample, SampleId

@@ -12,7 +12,6 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from placement.scaling.resize_policy import Hold
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, STOP, TokenDeltas
@@ -23,6 +22,7 @@ from rlhfless_ray.rollout.events import Event, RolloutEnded, RolloutProgress, Sa
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin
 from rlhfless_ray.rollout.lost_engines import LostEngines
 from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Prompt, Request, SampleId, WeightVersion
 
 pytestmark = pytest.mark.pure

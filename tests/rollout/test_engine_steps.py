@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from rlhfless_ray.common.engine_steps import EngineSteps
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import EngineStep
 
 FIRST = [EngineStep(4, 90, 300, 0.5), EngineStep(3, 3, 12, 0.25, 8, 5, 0.01, (6, 4), 0.2)]

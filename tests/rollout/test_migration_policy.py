@@ -8,10 +8,10 @@ import pytest
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import EngineStep, Request
 
 SPEED = Speed(base_s=0.01, per_seq_s=1e-5)

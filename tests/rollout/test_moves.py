@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from placement.scaling.resize_policy import Decision, Hold, Release
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import start_actor
@@ -26,6 +25,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Request, WeightVersion
 from tests.conftest import lives
 from tests.rollout_drivers import driver_of

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from placement.drafting import HALF_LIFE, Draft, Drafts
-from rlhfless_ray.common.engine_steps import EngineSteps
 from rlhfless_ray.engine.control_queue import DraftNews
 from rlhfless_ray.engine.token_deltas import GOES_ON, STOP, TokenDeltas
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import EngineStep, Request
 
 pytestmark = pytest.mark.pure
