@@ -329,7 +329,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
 ) -> None:
     """The learner's node goes with the weights that it has just published: before their copy is complete, before engines load them,
     while they load them, and where engines hold all the slots."""
-    import rlhfless_ray.learn.worker_group as gang
+    import rlhfless_ray.learn.group_weights as gang
 
     if "no copy" in moment:
         monkeypatch.setattr(gang, "copy_to_driver_node", lambda ref, node: (ref, [ref] if node == passing.node_id else []))

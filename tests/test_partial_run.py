@@ -20,6 +20,7 @@ from benchmarks.common.fault_injection import pid_of
 from benchmarks.common.repeated_run import RepeatedRun, orders_of
 from placement.scaling.take_weights import TakeWeights
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.autoscaler.step_predictor import StepPredictor
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.rollout.live_rollout import LiveRollout
 from rlhfless_ray.session.early_work import EarlyWork
@@ -188,6 +189,7 @@ def test_gradients_of_groups_that_are_certain_to_be_trained_change_nothing_but_t
     """The learner takes the slot that no engine has. A run that repeats the responses and does all in turn draws the same tokens and makes
     the same updates."""
     monkeypatch.setattr(LiveRollout, "tail_s", lambda self: 1000.0)
+    monkeypatch.setattr(StepPredictor, "takes", lambda self, measure: True)  # no step goes without, to be compared
     tree = small_recipe(tmp_path, **PARTIAL, rollout__max_actors=1, cluster__cpus=2, learner__micro_batch_tokens=64)
     recipe, folder = Recipe.parse(tree), tmp_path / "runs" / "small"
     with engines_in_step(), HeldForGradients(recipe) as run:

@@ -22,6 +22,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.recipe import AgentConfig, FunctionsConfig, RolloutConfig
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Request, Span, WeightVersion
 from tests.conftest import lives
 from tests.rollout_drivers import driver_of
@@ -199,7 +200,7 @@ def engine_class() -> type:
             self.calls.append(f"rollout {len(requests)}")
             yield (
                 TokenDeltas.of(self.weights, [(r.key, 0, 1, STOP) for r in requests], [0] * len(requests), np.zeros(len(requests))),
-                [],
+                EngineSteps(),
                 [],
             )
 
@@ -293,7 +294,7 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
         engines.leases.release(leases)
 
     terms = SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None))
-    autoscaler = SimpleNamespace(terms=terms, safely=None)
+    autoscaler = SimpleNamespace(terms=terms, safely=None, takes=lambda measure: True)
     recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig(), agent=AgentConfig())
     leases: Any = SimpleNamespace(release=release, ledger=engines.leases.ledger)
     context = RunContext(recipe, SlotBroker(leases), None, None, autoscaler, None)  # type: ignore[arg-type]

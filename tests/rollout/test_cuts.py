@@ -209,9 +209,8 @@ def test_a_preempted_continuation_keeps_its_position(
     token_log = TokenLog(asked)
     for request in going:  # as if an earlier engine had reported the first third
         token_log.length[request.key] = len(request.generated)
-        token_log._pieces[request.key] = [
-            (wanted[request.key].token_ids[: len(request.generated)], wanted[request.key].logprobs[: len(request.generated)])
-        ]
+        before = len(request.generated)
+        token_log._whole[request.key] = wanted[request.key].token_ids[:before], wanted[request.key].logprobs[:before]
     token_log.owner[:] = 0
     for progress in small.generate(going, 0.0):
         token_log.accept(0, "small", progress)

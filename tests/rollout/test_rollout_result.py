@@ -17,6 +17,7 @@ from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Request, WeightVersion
 from tests.rollout_drivers import driver_of
 
@@ -52,7 +53,7 @@ def engine_class(fails_in: str) -> type:
             self.engine.append(len(requests))
             if fails_in == "rollout":
                 raise RuntimeError("request 0: out of blocks")
-            yield TokenDeltas.of(4, [], [], np.zeros(0)), [], []
+            yield TokenDeltas.of(4, [], [], np.zeros(0)), EngineSteps(), []
 
     return Engine
 
