@@ -93,7 +93,8 @@ class LearnStage:
     def choose_samples(self, groups: Sequence[Sequence[AnySample]], seconds: float) -> list[AnySample]:
         """Return complete groups whose gradients will be there within `seconds`, about a micro-batch per share at most.
 
-        Returns nothing if their gradients would take less time than it takes to begin with them, or if the step goes without on trial.
+        Returns nothing if they fill less than half of it and would take less time than it takes to begin with them, or if the step goes
+        without on trial.
         """
         autoscaler, took = self.context.autoscaler, self.context.autoscaler.terms.gradients
         begin_s, token_s = took.fixed_s, took.per_unit_s
@@ -101,10 +102,12 @@ class LearnStage:
             begin_s = autoscaler.learner.predict(1, 0.0)
             token_s = (autoscaler.learner.predict(1, PROBE_TOKENS) - begin_s) / PROBE_TOKENS
         fitting = (seconds - begin_s) / max(token_s, MIN_TOKEN_S)
-        budget = min(self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.cutter.ranks, int(max(0.0, fitting)))
+        most = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.cutter.ranks
         ready = [group for group in groups if self.passes.has_inputs_of(group)]
-        count, tokens, full = fill_budget((sum(sample.total_tokens for sample in group) for group in ready), budget)
-        pays = count > 0 and tokens <= fitting and (full or tokens * token_s >= begin_s)
+        count, tokens, full = fill_budget(
+            (sum(sample.total_tokens for sample in group) for group in ready), min(most, max(0, int(fitting)))
+        )
+        pays = 0 < tokens <= fitting and (full or 2 * tokens >= most or tokens * token_s >= begin_s)
         return [sample for group in ready[:count] for sample in group] if pays and autoscaler.takes("early_gradients") else []
 
     def accumulate(self, samples: list[Scored], leases: list[Lease]) -> list[Lease]:
