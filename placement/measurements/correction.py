@@ -42,7 +42,7 @@ class Correction:
 
     def __init__(self) -> None:
         self.sizes, self.logs = np.empty(0), np.empty(0)  # log of the model's prediction, and log of measured / predicted
-        self.made = np.empty((0, 5))  # corrected prediction, measurement, central 50 % and 90 % reached, log error
+        self.made = np.empty((0, 4))  # corrected prediction, measurement, whether that is in the central 50 % and 90 %
 
     def factor(self, predicted: float) -> float:
         """Return the factor on the model's prediction. 1 before the first record."""
@@ -66,8 +66,7 @@ class Correction:
         if not (0 < predicted < math.inf and 0 < measured < math.inf):
             return
         narrow, wide = self.interval(predicted, 0.5), self.interval(predicted, 0.9)
-        row = [self.correct(predicted), measured, narrow[0] <= measured <= narrow[1], wide[0] <= measured <= wide[1], 0.0]
-        row[4] = math.log(measured / row[0])
+        row = [self.correct(predicted), measured, narrow[0] <= measured <= narrow[1], wide[0] <= measured <= wide[1]]
         self.made = np.vstack([self.made, row])[-KEEP:]
         self.sizes = np.append(self.sizes, math.log(predicted))[-KEEP:]
         self.logs = np.append(self.logs, math.log(measured / predicted))[-KEEP:]
@@ -94,7 +93,7 @@ class Correction:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.sizes, self.logs = np.array(state["sizes"], float), np.array(state["logs"], float)
-        self.made = np.array(state["made"], float).reshape(-1, 5)
+        self.made = np.array([row[:4] for row in state["made"]], float).reshape(-1, 4)  # the first states had one more column
 
 
 def _middle(weights: np.ndarray, logs: np.ndarray, seed: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement.measurements.correction import Accuracy, Correction
+from placement.measurements.correction import Correction
 from placement.measurements.trial import Trial
 from placement.speed.cost_terms import Term
 
@@ -34,19 +34,11 @@ class Measurements:
         self.moves = Trial()  # of sequences between engines, to save time
         self.early_gradients = Trial()
 
-    @property
-    def corrections(self) -> dict[str, Correction]:
-        return {"rollout": self.rollout, "cost": self.cost, "step": self.step}
-
     def settle(self) -> None:
         """Fit all pending records."""
         for one in vars(self).values():
             if isinstance(one, Term):
                 one.settle()
-
-    def accuracy(self) -> dict[str, Accuracy]:
-        """Return the accuracy of the predictions that were measured, by what they predict."""
-        return {name: found for name, one in self.corrections.items() if (found := one.accuracy()) is not None}
 
     def state(self) -> dict[str, Any]:
         return {name: one.state() for name, one in vars(self).items()}

@@ -27,6 +27,7 @@ from rlhfless_ray.learn.rank_replies import wait_for_ranks
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.learn.shares import Cutter, joined
 from rlhfless_ray.recipe import LearnerConfig, Recipe
+from rlhfless_ray.types import Span
 from rlhfless_ray.weights.remote_folder import StoredFiles
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -283,7 +284,7 @@ class WorkerGroup:
         self.recovery.record("update", batch)
         self.weights.wait_until_read()  # it ended before the update began
         self.record_spans(spans for _, spans in replies)
-        self.update_s = max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
+        self.update_s = slowest_s(spans for _, spans in replies)
         stats = replies[0][0]
         self._count(stats)
         self.skipped_in_a_row = (0 if stats.applied else self.skipped_in_a_row) + stats.skipped_last
@@ -358,14 +359,14 @@ class WorkerGroup:
         if not (replies := self._replies_or_lost(refs, "gradients")):
             return None
         self.record_spans(replies)
-        return max(sum(span.to_s - span.from_s for span in spans) for spans in replies)
+        return slowest_s(replies)
 
     def wait_for_values(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
         """Wait for replies to `ask`. Returns them with the slowest rank's seconds, or None if a rank was lost: then call `ask` again."""
         if not (replies := self._replies_or_lost(refs, what)):
             return None
         self.record_spans(spans for *_, spans in replies)
-        return self._joined(replies), max(sum(span.to_s - span.from_s for span in spans) for *_, spans in replies)
+        return self._joined(replies), slowest_s(spans for *_, spans in replies)
 
     def _replies_or_lost(self, refs: list[Any], what: str) -> list[Any]:
         """Return the replies, or an empty list if a rank was lost."""
@@ -391,3 +392,8 @@ class WorkerGroup:
 
     def _record_spans_of(self, instance: Instance, spans: list[Any]) -> None:
         self.pool.ledger.spans([lease.id for lease in instance.leases], spans)
+
+
+def slowest_s(spans: Iterable[list[Span]]) -> float:
+    """Return the seconds of the rank that worked the longest, from the spans of each rank's call."""
+    return max(sum(span.to_s - span.from_s for span in of_rank) for of_rank in spans)
