@@ -137,8 +137,8 @@ class StockEngine:
     def load(self, version: int, weights: Mapping[str, np.ndarray], base: Mapping[str, np.ndarray] | None = None) -> None:
         """Replace the weights, see `Engine.load`.
 
-        Running requests are cut and continue under the new version. A step that vLLM computes meanwhile would have tokens of which
-        nobody knows the version.
+        Running requests are cut and continue under the new version. The tokens of a step that vLLM computes meanwhile
+        would have no known version.
         """
         running = [number for number, row in self.live.rows.items() if row.ended is None]
         self._abort(running)

@@ -15,13 +15,13 @@ class PrivateSlots(SlotSource):
     """It gives slots back to Ray at once, because other programs of the cluster may wait for them."""
 
     def __init__(self, resource: str, run: str, *, is_alone: bool = False) -> None:
-        """`is_alone`: nobody else is on the cluster, so that devices of a node may go back to Ray together."""
+        """`is_alone`: the cluster serves this run alone, so that devices of a node may go back to Ray together."""
         super().__init__(resource, RunInfo(run))
         self.pool = PoolCore(resource, f"rlhfless-{run}-", is_shared=False, is_bundled=is_alone and resource == "gpu")
         self.pool.state.join(self.info, time.monotonic(), session=self.slots.session)
 
     def _exchange(self, seconds: float | None = None) -> None:
-        """Act as the pool until nothing is left that it has to see through: nobody does so between two calls."""
+        """Do the work of a pool's actor until none is left. Between two calls nothing does it."""
         state, groups = self.pool.state, self.pool.groups
         with self.lock:
             state.tell(self.slots.statement(), began_s := time.monotonic())

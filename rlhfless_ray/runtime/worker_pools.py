@@ -77,7 +77,7 @@ def make_leases(
         folder: the run folder. Its path and the time name the run's leases on a shared cluster.
         name_of: node id → readable name.
         source: the pool of slots that the runs of the cluster share; None: a pool of this run alone.
-        private: whether nobody else is on the cluster.
+        private: whether the cluster serves this run alone.
     """
     nodes = ClusterNodes(resource)
     run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
