@@ -1,0 +1,116 @@
+"""A training step as a graph of model function calls (ReaLHF, arXiv 2406.14088).
+
+A call is one model's work on the whole batch: generate, infer or train. The graph says which calls need which. Where a call runs, and on
+how many slots, is decided by `execution_plan.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    GENERATE = "generate"
+    INFER = "infer"
+    TRAIN = "train"
+
+
+class Model(StrEnum):
+    """Whose weights a call uses. Calls of one model never run at the same time."""
+
+    POLICY = "policy"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step. `needs`: names of the calls of the same step that must have ended before."""
+
+    name: str
+    model: Model
+    kind: Kind
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Features:
+    """What decides which calls a step has. `values`: a critic's. `pass_before`: log-probabilities of the policy before its update."""
+
+    values: bool = False
+    reference: bool = False
+    reward_model: bool = False
+    pass_before: bool = False
+    kl_in_reward: bool = False
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The calls of a step, each after those that it needs."""
+
+    calls: tuple[Call, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for call in self.calls:
+            if missing := set(call.needs) - seen:
+                raise ValueError(f"call {call.name} needs {', '.join(sorted(missing))}, which no call before it has the name of")
+            if call.name in seen:
+                raise ValueError(f"two calls have the name {call.name}")
+            seen.add(call.name)
+
+    def __getitem__(self, name: str) -> Call:
+        return next(call for call in self.calls if call.name == name)
+
+    def ready(self, ended: Iterable[str], begun: Iterable[str]) -> list[Call]:
+        """Return the calls that may begin now, in order of the graph. `ended`, `begun`: names of calls; what has ended has begun."""
+        done, away = set(ended), set(begun)
+        busy = {self[name].model for name in away - done}
+        found: list[Call] = []
+        for call in self.calls:
+            if call.name not in away and call.model not in busy and done.issuperset(call.needs):
+                found.append(call)
+                busy.add(call.model)
+        return found
+
+    def longest_s(self, seconds: Mapping[str, float]) -> float:
+        """Return the time of a step in which nothing but `needs` and models make a call wait: a lower bound for every plan."""
+        end: dict[str, float] = {}
+        for call in self.calls:
+            end[call.name] = max((end[name] for name in call.needs), default=0.0) + seconds[call.name]
+        by_model: dict[Model, float] = {}
+        for call in self.calls:
+            by_model[call.model] = by_model.get(call.model, 0.0) + seconds[call.name]
+        return max([*end.values(), *by_model.values()], default=0.0)
+
+
+GENERATE, REWARD, REFERENCE, OLD, VALUES = "generate", "reward", "reference log-probabilities", "old log-probabilities", "values"
+TRAIN_CRITIC, TRAIN_POLICY = "critic update", "policy update"
+
+
+def step_graph(features: Features) -> StepGraph:
+    """Return the calls of one step.
+
+    Advantages are computed on the driver once rewards, values and, with the KL as part of the reward, both log-probabilities are there.
+    A critic learns from the returns, and the policy from the advantages, so neither update needs the other.
+    """
+    calls = [Call(GENERATE, Model.POLICY, Kind.GENERATE)]
+    of_rewards = [GENERATE]
+    if features.reward_model:
+        calls.append(Call(REWARD, Model.REWARD, Kind.INFER, (GENERATE,)))
+        of_rewards = [REWARD]
+    if features.reference:
+        calls.append(Call(REFERENCE, Model.REFERENCE, Kind.INFER, (GENERATE,)))
+    if features.pass_before:
+        calls.append(Call(OLD, Model.POLICY, Kind.INFER, (GENERATE,)))
+    if features.values:
+        calls.append(Call(VALUES, Model.CRITIC, Kind.INFER, (GENERATE,)))
+    passes = [call.name for call in calls if call.name in (REFERENCE, OLD)]
+    for_advantages = [*of_rewards, *([VALUES] if features.values else []), *(passes if features.kl_in_reward else [])]
+    if features.values:
+        calls.append(Call(TRAIN_CRITIC, Model.CRITIC, Kind.TRAIN, tuple(for_advantages)))
+    calls.append(Call(TRAIN_POLICY, Model.POLICY, Kind.TRAIN, tuple(dict.fromkeys([*for_advantages, *passes]))))
+    return StepGraph(tuple(calls))
