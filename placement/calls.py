@@ -17,7 +17,7 @@ class Kind(StrEnum):
     TRAIN = "train"
 
 
-class Model(StrEnum):
+class ModelRole(StrEnum):
     """Whose weights a call uses. Calls of one model never run at the same time."""
 
     POLICY = "policy"
@@ -31,7 +31,7 @@ class Call:
     """One call of a step. `needs`: names of the calls of the same step that must have ended before."""
 
     name: str
-    model: Model
+    model: ModelRole
     kind: Kind
     needs: tuple[str, ...] = ()
 
@@ -81,7 +81,7 @@ class StepGraph:
         end: dict[str, float] = {}
         for call in self.calls:
             end[call.name] = max((end[name] for name in call.needs), default=0.0) + seconds[call.name]
-        by_model: dict[Model, float] = {}
+        by_model: dict[ModelRole, float] = {}
         for call in self.calls:
             by_model[call.model] = by_model.get(call.model, 0.0) + seconds[call.name]
         return max([*end.values(), *by_model.values()], default=0.0)
@@ -97,20 +97,20 @@ def step_graph(features: Features) -> StepGraph:
     Advantages are computed on the driver once rewards, values and, with the KL as part of the reward, both log-probabilities are there.
     A critic learns from the returns, and the policy from the advantages, so neither update needs the other.
     """
-    calls = [Call(GENERATE, Model.POLICY, Kind.GENERATE)]
+    calls = [Call(GENERATE, ModelRole.POLICY, Kind.GENERATE)]
     of_rewards = [GENERATE]
     if features.reward_model:
-        calls.append(Call(REWARD, Model.REWARD, Kind.INFER, (GENERATE,)))
+        calls.append(Call(REWARD, ModelRole.REWARD, Kind.INFER, (GENERATE,)))
         of_rewards = [REWARD]
     if features.reference:
-        calls.append(Call(REFERENCE, Model.REFERENCE, Kind.INFER, (GENERATE,)))
+        calls.append(Call(REFERENCE, ModelRole.REFERENCE, Kind.INFER, (GENERATE,)))
     if features.pass_before:
-        calls.append(Call(OLD, Model.POLICY, Kind.INFER, (GENERATE,)))
+        calls.append(Call(OLD, ModelRole.POLICY, Kind.INFER, (GENERATE,)))
     if features.values:
-        calls.append(Call(VALUES, Model.CRITIC, Kind.INFER, (GENERATE,)))
+        calls.append(Call(VALUES, ModelRole.CRITIC, Kind.INFER, (GENERATE,)))
     passes = [call.name for call in calls if call.name in (REFERENCE, OLD)]
     for_advantages = [*of_rewards, *([VALUES] if features.values else []), *(passes if features.kl_in_reward else [])]
     if features.values:
-        calls.append(Call(TRAIN_CRITIC, Model.CRITIC, Kind.TRAIN, tuple(for_advantages)))
-    calls.append(Call(TRAIN_POLICY, Model.POLICY, Kind.TRAIN, tuple(dict.fromkeys([*for_advantages, *passes]))))
+        calls.append(Call(TRAIN_CRITIC, ModelRole.CRITIC, Kind.TRAIN, tuple(for_advantages)))
+    calls.append(Call(TRAIN_POLICY, ModelRole.POLICY, Kind.TRAIN, tuple(dict.fromkeys([*for_advantages, *passes]))))
     return StepGraph(tuple(calls))
