@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -256,7 +256,7 @@ def test_a_supervised_stage_that_finds_no_space_failed(folder: RunFolder, full: 
     stage = SupervisedStage.__new__(SupervisedStage)
     stage.recipe = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}})
     stage.folder, stage.progress = folder, ProgressDisplay("off", 1, title="")
-    stage.recorder = RankRecorder(stage.recipe, folder, stage.progress, Ledger("cpu"), None, 1)
+    stage.recorder = RankRecorder(stage.recipe, folder, stage.progress, Ledger("cpu"), cast(Any, None))
     stage.recorder.metrics = Metrics(folder.path, WatchConfig(tensorboard=False, wandb="off"), say=lambda _: None)
     stage.recorder.metrics.write({"step": 1})
     full.left = room

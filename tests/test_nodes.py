@@ -143,7 +143,7 @@ def test_a_supervised_stage_records_the_memory_of_ranks_on_another_node(nodes, t
     on_memory, on_began = RankRecorder._on_memory, RankRecorder._on_began
     monkeypatch.setattr(RankRecorder, "_on_memory", lambda recorder, content: (told.append(content), on_memory(recorder, content)))
     monkeypatch.setattr(
-        RankRecorder, "_on_began", lambda recorder, content: (nodes_of.update({content[0]: content[2]}), on_began(recorder, content))
+        RankRecorder, "_on_began", lambda recorder, content: (nodes_of.update({content[0]: content[1]}), on_began(recorder, content))
     )
     tree = {
         "task": "sft",

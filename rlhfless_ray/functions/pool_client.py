@@ -75,13 +75,6 @@ class PoolClient(SlotSource):
 
     # ---- the market ---------------------------------------------------------------------------------------------------
 
-    def bid(self, bid: Bid, gives_s: float | None = None) -> None:
-        """Say what slots are worth to the run from now on. `gives_s`: seconds until it can give back some; None: unknown."""
-        with self.lock:
-            self.slots.bid = bid
-            self.slots.gives_at_s = None if gives_s is None else time.monotonic() + gives_s
-        self._exchange()
-
     def renew_bid(self, bid: Bid) -> None:
         """Say with the next heartbeat what slots are worth by now, in the same phase."""
         with self.lock:

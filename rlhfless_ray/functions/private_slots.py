@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from pathlib import Path
 
-from rlhfless_ray.functions.node_groups import others_wait
+from rlhfless_ray.functions.node_groups import free_slots, others_wait
 from rlhfless_ray.functions.pool_core import PoolCore
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.pool_view import reply_to
@@ -40,6 +42,14 @@ class PrivateSlots(SlotSource):
     def may_wait(self) -> bool:
         return False
 
+    def room(self, width: int) -> int:  # other programs hold slots too
+        return sum(count // width for count in free_slots(self.resource).values())
+
     def close(self) -> None:
         if self.slots.wants or self.slots.held:
             self.release([*self.slots.wants, *self.slots.held])
+
+
+def name_of_run(folder: Path) -> str:
+    """Return a name for the slots of a run that no other run of a cluster has. `folder`: of the run."""
+    return hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()

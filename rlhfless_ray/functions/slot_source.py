@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from placement.market import Bid
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest
 
@@ -77,6 +78,17 @@ class SlotSource(ABC):
     def may_wait(self) -> bool:
         """Return whether a needed slot may still be granted after its deadline, because other runs hold some."""
         return bool(self.look().others)
+
+    def room(self, width: int) -> int:
+        """Return how many times the run could have `width` more slots of one node, as of the last answer."""
+        return self.view.free // width
+
+    def bid(self, bid: Bid, gives_s: float | None = None) -> None:
+        """Say what slots are worth to the run from now on. `gives_s`: seconds until it can give back some; None: unknown."""
+        with self.lock:
+            self.slots.bid = bid
+            self.slots.gives_at_s = None if gives_s is None else time.monotonic() + gives_s
+        self._exchange()
 
     def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]]) -> None:
         """Tell the pool, with the next message, what this run parks: MB by node, and the nodes and devices to which processes are bound."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +21,7 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger, Prices
-from rlhfless_ray.functions.private_slots import PrivateSlots
+from rlhfless_ray.functions.private_slots import PrivateSlots, name_of_run
 from rlhfless_ray.functions.slot_source import SlotSource
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -80,7 +78,7 @@ def make_leases(
         private: whether the cluster serves this run alone.
     """
     nodes = ClusterNodes(resource)
-    run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
+    run_id = name_of_run(folder)
     ledger = Ledger(resource, prices(recipe, resource, nodes), name_of=name_of)
     source = source or PrivateSlots(resource, run_id, is_alone=private)
     return LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source, nodes)

@@ -23,7 +23,7 @@ class Inbox:
         self.stops = False
 
     def train(
-        self, start: RankStart, nodes: list[str] | None, private: bool, has_dashboard: bool, variables: dict[str, str]
+        self, start: RankStart, nodes: list[str], private: bool, has_dashboard: bool, variables: dict[str, str]
     ) -> BaseException | None:
         """Start the ranks and wait for their end. Returns what ended them, if they failed. See `RankRun`.
 

@@ -1,7 +1,7 @@
-"""Slots of a supervised stage's ranks that the pool of the cluster counts. Ray Train's own group of workers then takes no slots.
+"""Slots of a supervised stage's ranks. Ray Train's own group of workers takes none.
 
-Ray Train makes one placement group for its workers and waits in Ray's queue for it. With the pool, the stage has its slots before, and
-Ray Train's group only says on which node each rank is. On GPUs `rank_trainer` shows each rank its device.
+The stage has its slots before Ray Train starts, whose group only says on which node each rank is. On GPUs `rank_trainer` shows each
+rank its device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.lease import Lease, LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.slot_source import SlotSource
 from rlhfless_ray.recipe.learn_sections import even_ranks
 
 GROW_S = 60.0  # time without a change after which a stage takes slots that are free; starting its ranks again takes about 10 s
@@ -34,7 +35,7 @@ class LeasedRanks:
 
     def __init__(
         self,
-        pool: PoolClient,
+        source: SlotSource,
         ledger: Ledger,
         deadline_s: float,
         min_ranks: int,
@@ -44,9 +45,9 @@ class LeasedRanks:
         sharing: int = 1,
     ) -> None:
         """`sharing`: ranks that share a copy of the model (`learner.tensor_parallel`)."""
-        self.pool, self.min_ranks, self.max_ranks, self.slots_per_rank = pool, min_ranks, max_ranks, slots_per_rank
+        self.source, self.min_ranks, self.max_ranks, self.slots_per_rank = source, min_ranks, max_ranks, slots_per_rank
         self.sharing = sharing
-        self.leases = LeaseManager(pool.resource, ledger, deadline_s, name, pool)
+        self.leases = LeaseManager(source.resource, ledger, deadline_s, name, source)
         self.ranks: list[list[Lease]] = []  # the leases of each, in no order that Ray Train knows
         self.unassigned: list[list[Lease]] = []
         self.processes: list[tuple[str, int, float]] = []  # of the ranks that have started: node, id and begin
@@ -99,17 +100,20 @@ class LeasedRanks:
         """Return why the ranks should start again in another number, which `take` will then ask for, or an empty string."""
         now, ranks = time.monotonic(), len(self.ranks)
         least = max(self.min_ranks, min(self.sharing, ranks))  # parts of a copy shared by fewer may not fit
-        fewer = max(least, even_ranks(ranks - -(-self.pool.view.surplus // self.slots_per_rank), self.sharing))
+        view = self.source.view
+        fewer = max(least, even_ranks(ranks - -(-view.surplus // self.slots_per_rank), self.sharing))
         if fewer < ranks:
             self.wanted = fewer
             return f"another run waits for its slots: training goes on with {fewer} of {ranks} ranks"
-        view = self.pool.view
-        most = min(self.max_ranks, view.target // self.slots_per_rank, ranks + view.free // self.slots_per_rank)
-        more = even_ranks(most, self.sharing)
-        if more > ranks and now - self.changed_s > GROW_S:
-            self.wanted = more
-            return f"the pool has free slots: training goes on with {more} ranks after {ranks}"
-        return ""
+        wanted = min(self.max_ranks, view.target // self.slots_per_rank)
+        if wanted <= ranks or now - self.changed_s <= GROW_S:
+            return ""
+        self.changed_s = now  # asks no sooner again, whether there is room or not
+        more = even_ranks(min(wanted, ranks + self.source.room(self.slots_per_rank)), self.sharing)
+        if more <= ranks:
+            return ""
+        self.wanted = more
+        return f"there are free slots: training goes on with {more} ranks after {ranks}"
 
     def expect(self, left_s: float) -> None:
         """Say how long training goes on with the ranks that it has: what slots are worth follows from it."""
@@ -118,7 +122,7 @@ class LeasedRanks:
             self._bid()
 
     def metrics(self) -> JsonObject:
-        return self.pool.view.metrics()
+        return self.source.view.metrics() if isinstance(self.source, PoolClient) else {}
 
     def _bid(self) -> None:
         """Bid as if ranks divided the work evenly."""
@@ -126,7 +130,7 @@ class LeasedRanks:
         numbers = [count for count in range(self.min_ranks, self.max_ranks + 1) if even_ranks(count, self.sharing) == count]
         slot_s = self.left_s * now * self.slots_per_rank
         points = [(count * self.slots_per_rank, self.left_s * now / count, slot_s) for count in numbers]
-        self.pool.bid(bid_of(self.pool.info.run, points, Objective(prefer=0.5)))
+        self.source.bid(bid_of(self.source.info.run, points, Objective(prefer=0.5)))
 
 
 @ray.remote(num_cpus=0, max_retries=0)

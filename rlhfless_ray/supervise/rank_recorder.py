@@ -24,17 +24,8 @@ DRIVER = -1  # in the place of a rank
 class RankRecorder:
     """Records the reports of the ranks. A report of kind `step` is handled by `_on_step`, and so on."""
 
-    def __init__(
-        self,
-        recipe: SupervisedRecipe,
-        folder: RunFolder,
-        progress: ProgressDisplay,
-        ledger: Ledger,
-        slots: LeasedRanks | None,
-        threads: int,
-    ) -> None:
-        """`slots`: leases of the pool; None: Ray Train takes slots from Ray's queue. `threads`: slots of a rank."""
-        self.recipe, self.folder, self.progress, self.ledger, self.slots, self.threads = recipe, folder, progress, ledger, slots, threads
+    def __init__(self, recipe: SupervisedRecipe, folder: RunFolder, progress: ProgressDisplay, ledger: Ledger, slots: LeasedRanks) -> None:
+        self.recipe, self.folder, self.progress, self.ledger, self.slots = recipe, folder, progress, ledger, slots
         self.memory: MemoryWatch | None = None  # of the driver's node
         self.expected_mb: tuple[dict[str, float], dict[str, float]] = {}, {}  # least and predicted, of each function
         self.peaks: dict[int, dict[str, float]] = {}  # the newest of the driver's node, and of each rank on another one
@@ -61,6 +52,7 @@ class RankRecorder:
     def begin_ranks(self) -> None:
         """Expect reports of ranks that start now."""
         self.leases_of.clear()
+        self.peaks.clear()
         self.progress.phase("starting the ranks")
         self.began, self.heard_s = False, time.monotonic()
 
@@ -99,22 +91,11 @@ class RankRecorder:
     def _on_alive(self, _: None) -> None:
         """A rank is at a long piece of work."""
 
-    def _on_began(self, content: tuple[int, int, str, str, int, float]) -> None:
-        """A rank has started. The first of a new group ends the leases of the one before."""
-        rank, ranks, node, device, process, began_s = content
+    def _on_began(self, content: tuple[int, str, str, int, float]) -> None:
+        """A rank has started."""
+        rank, node, device, process, began_s = content
         self.began = True
-        if rank in self.leases_of:
-            self.ledger.close()
-            self.leases_of.clear()
-            self.peaks.clear()
-            self.note_loss(f"a rank was lost: {ranks} of them start again from the last checkpoint")
-        if self.slots is None:
-            leases = [f"rank-{rank}" + (f"-{slot}" if slot else "") for slot in range(self.threads)]
-            for lease in leases:
-                self.ledger.hold(lease, node, device, "learner", f"rank {rank}", since_s=began_s)
-        else:
-            leases = self.slots.assign(rank, node, device, process, began_s)
-        self.leases_of[rank] = leases
+        self.leases_of[rank] = self.slots.assign(rank, node, device, process, began_s)
         self.progress.phase("opening the model")
 
     def _on_note(self, sentence: str) -> None:
@@ -155,9 +136,8 @@ class RankRecorder:
         if self.memory is not None:
             self._on_memory((DRIVER, self.memory.take()))
             row |= memory_metrics(summed_peaks(self.peaks.values()), *self.expected_mb)
-        if self.slots is not None:
-            self.slots.expect(row["time_left_s"])
-            row |= self.slots.metrics()
+        self.slots.expect(row["time_left_s"])
+        row |= self.slots.metrics()
         if skipped:
             self.progress.message(f"step {done}: the update was skipped: {skipped}")
         self.lost = 0

@@ -25,11 +25,8 @@ class RanksFailed(RunError):
 class RankRun:
     """Ranks that train until they have ended. The constructor starts them."""
 
-    def __init__(self, start: RankStart, nodes: list[str] | None, private: bool) -> None:
-        """`nodes`: of the ranks, whose slots are leased. None: Ray Train finds slots, and starts ranks that were lost again.
-
-        `private`: Ray runs on this machine for this run only.
-        """
+    def __init__(self, start: RankStart, nodes: list[str], private: bool) -> None:
+        """`nodes`: of the ranks, whose slots are leased. `private`: Ray runs on this machine for this run only."""
         import ray
 
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}

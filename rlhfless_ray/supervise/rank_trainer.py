@@ -14,14 +14,12 @@ import ray.train
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, FixedScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
-from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.supervise.rank_start import VISIBLE, RankStart
 
-NO_SLOT = {"memory": 2.0**20}  # what a worker of Ray Train takes whose slot is leased: a bundle must not be empty
+NO_SLOT = {"memory": 2.0**20}  # what a worker of Ray Train takes, whose slot is leased: a bundle must not be empty
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-RESIZE_S = 60.0  # interval in which Ray Train looks for slots of more ranks
 
 
 @dataclass
@@ -78,7 +76,7 @@ def train_rank(start: RankStart) -> None:
 
 
 class WithoutAutoscaler(FixedScalingPolicy):
-    """A fixed number of ranks on a cluster that does not grow. It requests no nodes, so Ray Train starts no actor for requests."""
+    """A fixed number of ranks on nodes that are there. It requests none, so Ray Train starts no actor for requests."""
 
     def _maybe_send_resource_request(self) -> None:
         pass
@@ -90,50 +88,27 @@ class WithoutAutoscaler(FixedScalingPolicy):
         pass
 
 
-class EvenRanks(ElasticScalingPolicy):
-    """A range of ranks, of which as many are started as share copies of the model evenly."""
-
-    def __init__(self, scaling_config: Any, sharing: int) -> None:
-        """`sharing`: ranks that share a copy (`learner.tensor_parallel`)."""
-        super().__init__(scaling_config)
-        self.sharing = sharing
-
-    def _count_possible_workers(self, reserved_resources: Any) -> int:
-        count, least = super()._count_possible_workers(reserved_resources), self.scaling_config.min_workers
-        return count if count < least else max(least, even_ranks(count, self.sharing))
-
-
 class RankTrainer(TorchTrainer):
     """Without Ray Train's manager of Ray Data's sets, which are none here."""
 
-    def __init__(self, *arguments: Any, has_dashboard: bool, has_autoscaler: bool, sharing: int, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, has_dashboard: bool, **settings: Any) -> None:
         """`has_dashboard`: if not, the cleaner of placement groups is left out: it asks the dashboard whether this run is alive, learns
-        nothing, and its end would be waited for 12 s. `has_autoscaler`: whether the cluster may grow. `sharing`: see `EvenRanks`."""
+        nothing, and its end would be waited for 12 s."""
         super().__init__(*arguments, **settings)
-        self.has_dashboard, self.has_autoscaler, self.sharing = has_dashboard, has_autoscaler, sharing
+        self.has_dashboard = has_dashboard
 
     def _create_default_callbacks(self) -> Any:
         unused = ("DatasetsCallback", *(() if self.has_dashboard else ("PlacementGroupCleanerCallback",)))
         return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in unused]  # type: ignore[misc]
 
-    def _initialize_and_run_controller(self, **settings: object) -> Any:
-        policy = settings["scaling_policy"]
-        if not self.has_autoscaler and isinstance(policy, FixedScalingPolicy):
-            settings["scaling_policy"] = WithoutAutoscaler(policy.scaling_config)
-        elif isinstance(policy, ElasticScalingPolicy):
-            settings["scaling_policy"] = EvenRanks(policy.scaling_config, self.sharing)
+    def _initialize_and_run_controller(self, **settings: Any) -> Any:
+        settings["scaling_policy"] = WithoutAutoscaler(settings["scaling_policy"].scaling_config)
         return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
 
 
-def train_ranks(start: RankStart, nodes: list[str] | None, private: bool, has_dashboard: bool) -> BaseException | None:
+def train_ranks(start: RankStart, nodes: list[str], private: bool, has_dashboard: bool) -> BaseException | None:
     """Start the ranks and wait for their end. Returns what ended them, if they failed. `nodes`, `private`: see `RankRun`."""
     logging.getLogger("ray.train").setLevel(logging.ERROR)
-    recipe, ranks = start.recipe, start.recipe.learner.ranks
-    workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
-    resources: dict[str, float] = {"CPU": 1, "GPU": 1} if start.device == "gpu" else {"CPU": start.threads}
-    selectors = None
-    if nodes is not None:
-        workers, resources, selectors = len(nodes), NO_SLOT, [{"ray.io/node-id": node} for node in nodes]
     if private:  # its only node is this machine, which nobody drains, so no process needs to watch it
         os.environ[PREEMPTION_WATCHER] = "0"
     try:
@@ -141,21 +116,16 @@ def train_ranks(start: RankStart, nodes: list[str] | None, private: bool, has_da
             partial(train_rank, start),
             torch_config=RankConfig(device=start.device, devices=start.devices),
             has_dashboard=not private and has_dashboard,
-            has_autoscaler=not private,
-            sharing=recipe.learner.tensor_parallel,
             scaling_config=ScalingConfig(
-                num_workers=workers,
-                # to grow, Ray Train starts the ranks again from the last checkpoint
-                elastic_resize_monitor_interval_s=RESIZE_S if recipe.checkpoint.has_regular else float("inf"),  # type: ignore[call-arg]
-                use_gpu=start.device == "gpu" and nodes is None,
-                resources_per_worker=resources,
-                label_selector=selectors,
+                num_workers=len(nodes),
+                resources_per_worker=NO_SLOT,
+                label_selector=[{"ray.io/node-id": node} for node in nodes],  # type: ignore[call-arg]
             ),
             run_config=RunConfig(
                 name=start.storage.name,
                 storage_path=str(start.storage.parent),
-                failure_config=FailureConfig(max_failures=recipe.run.max_restarts if nodes is None else 0),
-                checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
+                failure_config=FailureConfig(max_failures=0),  # lost ranks start again on other slots
+                checkpoint_config=CheckpointConfig(num_to_keep=start.recipe.checkpoint.keep),
             ),
         ).fit()
     except BaseException as error:  # of any type: the driver tells the user of it

@@ -69,7 +69,7 @@ from rlhfless_ray.weights.tensor_file import Files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhfless_ray.functions.pool_client import PoolClient
+    from rlhfless_ray.functions.slot_source import SlotSource
     from rlhfless_ray.supervise.leased_ranks import LeasedRanks
     from rlhfless_ray.supervise.rank_start import RankStart
 
@@ -207,7 +207,7 @@ class SupervisedStage:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
             stack.enter_context(self.cluster.writes_last_words(self.folder.path, self.folder.leave_status))
-            shares = self._join_pool(resource, stack)
+            source = self._slot_source(resource, stack)
             resume_notes = self._begin_resume() if self.resume else []
             done = self.progress_before.get("steps", 0) if self.resume else 0
             earlier = self.progress_before.get("recipe") if self.resume else None
@@ -222,8 +222,8 @@ class SupervisedStage:
             notes.append(self.folder.deletion_note(self.recipe))
             for message in filter(None, notes):
                 self.progress.message(message)
-            self.slots = None if shares is None else self._leased_ranks(shares, ledger)  # None: Ray Train takes them from Ray's queue
-            self.recorder = RankRecorder(self.recipe, self.folder, self.progress, ledger, self.slots, self._threads(resource))
+            self.slots = self._leased_ranks(source, ledger)
+            self.recorder = RankRecorder(self.recipe, self.folder, self.progress, ledger, self.slots)
             self.recorder.expected_mb = expected_mb
             self.recorder.memory = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
             stack.callback(self.recorder.memory.close)
@@ -260,32 +260,37 @@ class SupervisedStage:
         path = self.recipe.checkpoint.path
         return Path(path).resolve() / self.folder.path.name if path else self.folder.path.resolve() / CHECKPOINTS
 
-    def _join_pool(self, resource: str, stack: ExitStack) -> PoolClient | None:
-        """Join the slots that the runs of the cluster share. None: Ray Train takes slots from Ray's queue."""
+    def _slot_source(self, resource: str, stack: ExitStack) -> SlotSource:
+        """Return the slots that the runs of the cluster share, or those of this run alone."""
+        from rlhfless_ray.functions.pool_client import join_pool
+        from rlhfless_ray.functions.private_slots import PrivateSlots, name_of_run
+
         section = self.recipe.cluster
         if self.cluster.private or not section.pool:
-            return None
-        from rlhfless_ray.functions.pool_client import join_pool
+            source: SlotSource = PrivateSlots(resource, name_of_run(self.folder.path), is_alone=self.cluster.private)
+        else:
+            least = self.recipe.min_ranks * self._threads(resource)
+            say = lambda text: self.progress.message(text)  # noqa: E731 - the display is created later
+            source = join_pool(section, self.recipe.price, resource, least, self.folder.path, not self.resume, say)
+        stack.callback(source.close)
+        return source
 
-        least = self.recipe.min_ranks * self._threads(resource)
-        say = lambda text: self.progress.message(text)  # noqa: E731 - the display is created later
-        pool = join_pool(section, self.recipe.price, resource, least, self.folder.path, not self.resume, say)
-        stack.callback(pool.close)
-        return pool
-
-    def _leased_ranks(self, pool: PoolClient, ledger: Ledger) -> LeasedRanks:
+    def _leased_ranks(self, source: SlotSource, ledger: Ledger) -> LeasedRanks:
         from rlhfless_ray.supervise.leased_ranks import LeasedRanks
 
-        recipe, threads = self.recipe, self._threads(pool.resource)
+        recipe, threads = self.recipe, self._threads(source.resource)
         deadline_s = recipe.functions.lease_deadline_s
         learner, name = recipe.learner, self.folder.path.name
-        return LeasedRanks(pool, ledger, deadline_s, recipe.min_ranks, learner.ranks, threads, name, learner.tensor_parallel)
+        return LeasedRanks(source, ledger, deadline_s, recipe.min_ranks, learner.ranks, threads, name, learner.tensor_parallel)
 
     def _threads(self, resource: str) -> int:
         return self.recipe.learner.max_slots_per_rank if resource == "cpu" else 1
 
     def _train(self, resource: str) -> None:
-        """Run the ranks in Ray Train, and record what they tell."""
+        """Run the ranks in Ray Train, and record what they tell.
+
+        They start again after a loss, and in another number if there are more slots or other runs want some.
+        """
         import ray
 
         from rlhfless_ray.supervise.rank_start import RankStart
@@ -307,19 +312,12 @@ class SupervisedStage:
             device=resource,
             threads=self._threads(resource),
         )
-        if self.slots is None:
-            self._run_ranks(start, None)
-        else:
-            self._run_leased_ranks(start, self.slots)
-
-    def _run_leased_ranks(self, start: RankStart, slots: LeasedRanks) -> None:
-        """Run the ranks on slots of the pool. Start them again after a loss, and in another number if the pool says so."""
         losses = 0
         while True:
             self.progress.phase("waiting for slots")
             try:
-                nodes = slots.take()
-                changes = self._run_ranks(replace(start, devices=slots.devices), nodes)
+                nodes = self.slots.take()
+                changes = self._run_ranks(replace(start, devices=self.slots.devices), nodes)
                 if not changes or self.recorder.done == self.recipe.run.steps:
                     return
             except RanksFailed as error:
@@ -328,9 +326,9 @@ class SupervisedStage:
                     raise
                 self.recorder.note_loss(f"the ranks start again from the last checkpoint: {error}")
             finally:
-                slots.release()
+                self.slots.release()
 
-    def _run_ranks(self, start: RankStart, nodes: list[str] | None) -> bool:
+    def _run_ranks(self, start: RankStart, nodes: list[str]) -> bool:
         """Run the ranks once, and record what they tell until they have ended. Raises what ended them.
 
         `nodes`: see `RankRun`. Returns whether they ended in order to start again in another number.
@@ -367,7 +365,7 @@ class SupervisedStage:
             elif stopped is not None:
                 if STOP.number is not None or time.monotonic() - stopped_s > STOP_S:
                     raise stopped
-            elif self.slots is not None and self.recorder.opened and not changes and (reason := self.slots.change()):
+            elif self.recorder.opened and not changes and (reason := self.slots.change()):
                 self.progress.message(reason)
                 ranks.stop()
                 changes = True

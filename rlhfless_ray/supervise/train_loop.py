@@ -58,7 +58,7 @@ class _Loop:
         self.rank, self.ranks = context.get_world_rank(), context.get_world_size()
         node = ray.get_runtime_context().get_node_id()
         device = os.environ[VISIBLE] if start.devices else str(context.get_local_rank())
-        self.post("began", (self.rank, self.ranks, node, device, os.getpid(), psutil.Process().create_time()))
+        self.post("began", (self.rank, node, device, os.getpid(), psutil.Process().create_time()))
         torch.set_num_threads(start.threads)
         self.memory = None if node == start.driver_node else MemoryWatch(private=True, job="")
         alive = partial(self.post, "alive", None)

@@ -16,7 +16,10 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.supervise.leased_ranks import LeasedRanks
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
+
+SLOTS = cast(LeasedRanks, SimpleNamespace(assign=lambda *_: [], expect=lambda _: None, metrics=dict))
 
 
 def test_a_stage_ends_after_too_many_skipped_steps_in_a_row(tmp_path: Path) -> None:
@@ -29,7 +32,7 @@ def test_a_stage_ends_after_too_many_skipped_steps_in_a_row(tmp_path: Path) -> N
             "watch": {"tensorboard": False, "wandb": "off"},
         }
     )
-    recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), None, 1)
+    recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), SLOTS)
     recorder.open(None)
     for step, skipped in enumerate(["the gradient norm is nan", "", "the gradient norm is inf"], 1):
         recorder.record("step", (step, {"step_s": 1.0}, skipped, time.time()))
@@ -42,14 +45,14 @@ def test_a_stage_ends_after_too_many_skipped_steps_in_a_row(tmp_path: Path) -> N
 
 def test_a_row_has_the_memory_of_all_nodes(tmp_path: Path) -> None:
     recipe = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}, "watch": {"tensorboard": False, "wandb": "off"}})
-    recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), None, 1)
+    recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), SLOTS)
     recorder.memory = cast(MemoryWatch, SimpleNamespace(take=lambda: {"learner": 500.0, "driver": 100.0, "total": 600.0}))
     recorder.expected_mb = {"learner": 7.0}, {"learner": 610.0, "total": 1110.0}
     recorder.open(None)
     peaks = {"learner": 400.0, "total": 450.0}
     for step, reported in enumerate((peaks, {}, {"learner": 300.0, "total": 350.0}, {}), 1):
         if step in (1, 4):  # a group of ranks starts
-            recorder.record("began", (0, 3, "a", "0", "process", time.time()))
+            recorder.begin_ranks()
         for rank in (1, 2):
             recorder.record("memory", (rank, reported))
         recorder.record("step", (step, {"step_s": 1.0}, "", time.time()))
