@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from placement.speed.roofline import Device, Model
+from placement.speed.model_sizes import Model
+from placement.speed.roofline import Device
 
 MAY_BE_0 = [f.name for f in fields(Device) if f.default == 0]
 DATA = Path(__file__).resolve().parent / "data"

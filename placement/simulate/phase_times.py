@@ -9,7 +9,8 @@ from placement.early_gradients import early_gradient_obstacle
 from placement.simulate.setting import Setting
 from placement.speed.decode_speed import Speed
 from placement.speed.drafted_speed import DraftedSpeed
-from placement.speed.roofline import Model, TrainerModel, decode_speed, kv_capacity, quantise_s
+from placement.speed.model_sizes import Model
+from placement.speed.roofline import TrainerModel, decode_speed, kv_capacity, quantise_s
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class PhaseTimes:
             min_learner,
             s.start_scale * warm,
             s.start_scale * (cold if s.cold else warm),
-            s.model.weight_bytes / s.device.reshard_bytes_per_s + quantising,
+            p["weight_sync_s"] + s.model.weight_bytes / s.device.reshard_bytes_per_s + quantising,
             s.model.weight_bytes / s.device.broadcast_bytes_per_s + quantising,
             s.migrate_scale * pause,
         )
@@ -151,10 +152,9 @@ class PhaseTimes:
         return u * (self.gradients_s(tokens / u, m, self.models) + self.update_s(m, tokens / u))
 
     def prefill_s(self, tokens: float, engines: int) -> float:
-        """Return the seconds to prefill this many prompt tokens, shared by all engines."""
-        s = self.setting
-        rate = engines * self.width * s.device.bf16_flops_per_s * s.phases["forward_efficiency"]
-        return s.model.flops_per_token * tokens / rate
+        """Return the seconds before decoding: a step's fixed ones, and the prefill of this many tokens, shared by all engines."""
+        rate = engines * self.width * self.trainer.flops_per_s(self.trainer.forward_efficiency)
+        return self.setting.phases["step_overhead_s"] + self.setting.model.flops_per_token * tokens / rate
 
     def state_s(self, m: int) -> float:
         """Return the seconds to move the learner's state (and the frozen reference) between host and device, on one of m devices."""
@@ -234,4 +234,6 @@ def _trainer(s: Setting, model: Model, models: int) -> TrainerModel:
         int(p["micro_batch_tokens"]),
         int(p["least_batch_tokens"]),
         p["optimizer_bytes_per_parameter"],
+        half_efficiency_tokens=p["half_efficiency_tokens"],
+        mixture_efficiency=p["mixture_efficiency"],
     )

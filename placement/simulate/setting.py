@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from placement.catalog import catalog
-from placement.speed.roofline import QUANTIZATIONS, Device, Model, check_width, possible_widths
+from placement.speed.model_sizes import QUANTIZATIONS, Model
+from placement.speed.roofline import Device, check_width, possible_widths
 
 CHOICES = {"algorithm": ("grpo", "ppo"), "quantization": QUANTIZATIONS}  # keys that take one of these names
 MAX_LAG = 8  # steps: more only fill the pipeline for longer

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from placement.memory import VALUE_BYTES, engine_widths
 from placement.speed.decode_speed import Speed
-from placement.speed.roofline import Model, decode_speed, kv_capacity
+from placement.speed.model_sizes import Model
+from placement.speed.roofline import decode_speed, kv_capacity
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import kv_cache_bytes, text_config
 from rlhfless_ray.weights.tensor_file import Files

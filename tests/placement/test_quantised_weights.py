@@ -8,7 +8,8 @@ import pytest
 
 from placement.catalog import catalog
 from placement.simulate import PhaseTimes, Setting, load, named, parse, simulate
-from placement.speed.roofline import Model, decode_step_s, kv_capacity
+from placement.speed.model_sizes import Model
+from placement.speed.roofline import decode_step_s, kv_capacity
 
 QWEN, L40S = catalog.model("qwen2.5-3b"), catalog.device("L40S")
 LINEAR = 36 * (2048 * 128 * (2 * 16 + 2 * 2) + 3 * 2048 * 11008)  # parameters of attention and feed-forward of Qwen2.5-3B

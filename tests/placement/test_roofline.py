@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from placement.catalog import catalog
-from placement.speed.roofline import BYTES, Device, Model, TrainerModel, all_reduce_s, decode_speed, decode_step_s, kv_capacity
+from placement.speed.model_sizes import BYTES, Model
+from placement.speed.roofline import Device, TrainerModel, all_reduce_s, decode_speed, decode_step_s, kv_capacity
 
 A100 = replace(  # gpt-fast's machine: 2,039 GB/s, of which it reaches 1,397 with Llama-2-7B on one device
     catalog.device("H100"), name="A100", memory_bytes_per_s=2.039e12, bf16_flops_per_s=312e12, decode_efficiency=1397.31 / 2039
