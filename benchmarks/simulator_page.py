@@ -73,7 +73,8 @@ def lag(entries: dict[str, Any]) -> str:
             for policy, row in found.items():
                 ages = ", ".join(f"{share:.0%}" for share in row["tokens_by_lag"])
                 rows.append([name, bound, f"`{policy}`", pair(row["plain"]), ages])
-    return f"{_table(['setting', 'bound, steps', 'policy', 'over `fixed` at bound 0', 'tokens 0, 1, … steps old'], rows)}\n\n{_counted(entries)}"
+    heads = ["setting", "bound, steps", "policy", "over `fixed` at bound 0", "tokens 0, 1, … steps old"]
+    return f"{_table(heads, rows)}\n\n{_counted(entries)}"
 
 
 def ablation(entries: dict[str, Any]) -> str:
@@ -174,7 +175,13 @@ TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of wh
 }
 
 
-FILES = ("device_model", "cluster", "rollout_policies", "break_even", "shared_pool_simulated")
+COMMANDS = {  # that write each file of results
+    "device_model": "python -m benchmarks.fit_device_model",
+    "cluster": "python -m benchmarks.cluster",
+    "rollout_policies": "python -m benchmarks.rollout_policies",
+    "break_even": "python -m benchmarks.break_even",
+    "shared_pool_simulated": "python -m benchmarks.simulated.shared_pool",
+}
 
 
 def filled(page: str, tables: dict[str, str]) -> str:
@@ -190,14 +197,15 @@ def filled(page: str, tables: dict[str, str]) -> str:
 
 def tables(folder: Path = FOLDER) -> dict[str, str]:
     """Every table, from the results that lie in `folder`."""
-    read = {name: json.loads(path.read_text()) for name in FILES if (path := folder / f"{name}.json").exists()}
-    return {name: _made(read.get(file, {}), part, make) for name, (file, part, make) in TABLES.items()}
+    read = {name: json.loads(path.read_text()) for name in COMMANDS if (path := folder / f"{name}.json").exists()}
+    return {name: _made(file, read.get(file, {}), part, make) for name, (file, part, make) in TABLES.items()}
 
 
-def _made(content: dict[str, Any], part: str, make: Callable[[dict[str, Any]], str]) -> str:
+def _made(file: str, content: dict[str, Any], part: str, make: Callable[[dict[str, Any]], str]) -> str:
     """Return a table. Those of `benchmarks.cluster` are made of one of its parts, the others of a whole file."""
-    entry = content.get("parts", {}).get(part) if "parts" in content else content.get(part) and content
-    return make(entry) if entry else "(not run yet)"
+    entry = content.get("parts", {}).get(part) if file == "cluster" else content.get(part) and content
+    command = COMMANDS[file] + (f" --only {part}" if file == "cluster" else "")
+    return make(entry) if entry else f"Not simulated with this device model yet: `{command}` makes this table."
 
 
 def write_page(path: Path = PAGE) -> None:

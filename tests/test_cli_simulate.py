@@ -19,9 +19,9 @@ def spec(tmp_path, **changes) -> str:
 
 
 def test_a_table(tmp_path):
-    done = command_here("simulate", spec(tmp_path), "--policy", "fixed", "--policy", "consolidate")
+    done = command_here("simulate", spec(tmp_path), "--policy", "fixed", "--policy", "global-cut")
     assert done.returncode == 0, done.stderr
-    assert "8 × L40S" in done.stdout and "consolidate" in done.stdout and "no policy can come below" in done.stdout
+    assert "8 × L40S" in done.stdout and "global-cut" in done.stdout and "no policy can come below" in done.stdout
 
 
 def test_json_has_means_over_seeds(tmp_path):

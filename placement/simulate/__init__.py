@@ -3,9 +3,9 @@
 Examples
 --------
 >>> from placement.simulate import named, simulate
->>> run = simulate(named("qwen3b-gsm8k-grpo").but(epochs=1, prompts=8), ["fixed", "random"])
->>> sorted(run.policies), run.policies["random"].full < run.policies["fixed"].full
-(['fixed', 'random'], True)
+>>> run = simulate(named("qwen3b-gsm8k-grpo").but(epochs=1, prompts=8), ["fixed", "rlhfless-paper"])
+>>> sorted(run.policies), run.policies["rlhfless-paper"].full < run.policies["fixed"].full
+(['fixed', 'rlhfless-paper'], True)
 """
 
 from placement.simulate.phase_times import PhaseTimes

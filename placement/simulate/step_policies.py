@@ -28,7 +28,7 @@ from placement.simulate.simulate_step import (
     work_of,
 )
 
-__all__ = ["POLICIES", "Policy", "disaggregated", "elastic", "fixed", "fixed_plus", "global_cut", "oracle", "ours", "phased", "policies_of"]
+__all__ = ["POLICIES", "Policy", "disaggregated", "elastic", "fixed", "fixed_plus", "global_cut", "oracle", "ours", "policies_of"]
 
 
 def fixed(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -108,20 +108,6 @@ def _disaggregated(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) 
     end = run.end_s + after
     busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + after * m
     return StepRun("disaggregated", end, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
-
-
-def phased(rollout: str) -> Policy:
-    """Return a serverless launcher with this rollout policy, without overlap.
-
-    Engines are released when they are done. Then every device prepares and learns, and is released afterwards.
-    """
-
-    def step(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
-        run = roll_out(times, given, rollout, engines=times.engines, prefer=times.setting.prefer)
-        return then_learn(rollout, times, given, run, times.devices)
-
-    step.__doc__ = phased.__doc__
-    return step
 
 
 def rlhfless_paper(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -207,9 +193,6 @@ def oracle(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
 POLICIES: dict[str, Policy] = {
     "fixed": at_best_width("fixed", fixed),
     "fixed+": fixed_plus,
-    "random": at_best_width("random", phased("random")),
-    "consolidate": at_best_width("consolidate", phased("consolidate")),
-    "crude-mix": at_best_width("crude-mix", phased("crude-mix")),
     "disaggregated": disaggregated,
     "global-cut": at_best_width("global-cut", global_cut),
     "rlhfless-paper": at_best_width("rlhfless-paper", rlhfless_paper),

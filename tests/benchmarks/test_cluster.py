@@ -85,4 +85,5 @@ def test_quick_commands_make_every_table_of_the_page(tmp_path: Path, monkeypatch
         runpy.run_module(f"benchmarks.{command}", run_name="__main__")
     made = tables(tmp_path / "quick")
     assert set(made) == set(TABLES)
-    assert [name for name, table in made.items() if not table.startswith(("|", "Targets", "Means")) or table.count("\n") < 2] == []
+    of_fit = {"device model"}  # whose command takes no quick way
+    assert [name for name, table in made.items() if name not in of_fit and not (table.startswith("|") and table.count("\n") >= 2)] == []

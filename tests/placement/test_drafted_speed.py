@@ -57,7 +57,7 @@ def test_no_rollout_costs_less_than_the_bound_with_drafts() -> None:
     step = StepInput(lengths, prompts, np.arange(512), lengths[:, None])
     decoding = step_bounds(times, step).cost - step_bounds(replace(times, speed=Speed(1e-15, 0.0)), step).cost
     made = simulate_rollout(lengths, lengths[:, None], times.speed, policy="random", max_actors=1, prompts=prompts)
-    assert 0.8 * made.cost < decoding < made.cost
+    assert 0.75 * made.cost < decoding < made.cost
     for running, context in itertools.product((1, 7, 64, 5000), (0, 100_000)):
         assert times.speed.least.step_s(running, context) <= times.speed.step_s(running, context) * (1 + 1e-12)
 

@@ -8,8 +8,14 @@ from placement.catalog import catalog
 from placement.speed.model_sizes import BYTES, Model
 from placement.speed.roofline import Device, TrainerModel, all_reduce_s, decode_speed, decode_step_s, kv_capacity
 
-A100 = replace(  # gpt-fast's machine: 2,039 GB/s, of which it reaches 1,397 with Llama-2-7B on one device
-    catalog.device("H100"), name="A100", memory_bytes_per_s=2.039e12, bf16_flops_per_s=312e12, decode_efficiency=1397.31 / 2039
+A100 = replace(  # gpt-fast's machine: 2,039 GB/s, of which it reaches 1,397 with Llama-2-7B on one device, without vLLM's host work
+    catalog.device("H100"),
+    name="A100",
+    memory_bytes_per_s=2.039e12,
+    bf16_flops_per_s=312e12,
+    decode_efficiency=1397.31 / 2039,
+    step_s=0.0,
+    seq_s=0.0,
 )
 LLAMA_7B = Model("llama-2-7b", 4096, 11008, 32, 32, 32, 32000, False, 128)
 QWEN_72B = Model("qwen2.5-72b", 8192, 29568, 80, 64, 8, 152064, False, 128)
@@ -52,13 +58,13 @@ def test_tensor_parallel_decoding_is_within_a_quarter_of_measurements_it_was_not
 def test_a_step_reads_weights_and_cache_at_the_bandwidth() -> None:
     model, device = catalog.model("qwen2.5-3b"), catalog.device("L40S")
     bytes_read = model.read_bytes + 4 * model.activation_bytes_per_token + 4 * 1000 * 36 * 1024
-    assert decode_step_s(model, device, 1, 4, 4000) == pytest.approx(bytes_read / 864e9 / 0.82)
+    assert decode_step_s(model, device, 1, 4, 4000) == pytest.approx(bytes_read / 864e9 / 0.82 + 4 * device.seq_s)
 
 
 def test_a_very_large_batch_is_bound_by_computing() -> None:
     model, device = catalog.model("qwen2.5-3b"), catalog.device("L40S")
     flops = 20_000 * model.flops_per_token
-    assert decode_step_s(model, device, 1, 20_000, 0) == pytest.approx(flops / 362.05e12 / 0.82)
+    assert decode_step_s(model, device, 1, 20_000, 0) == pytest.approx(flops / 362.05e12 / 0.82 + 20_000 * device.seq_s)
 
 
 @pytest.mark.parametrize("width", [1, 2, 8])
@@ -91,6 +97,21 @@ def test_learning_is_flops_at_the_stated_efficiency_where_no_transfer_is_longer(
     assert t.sharding(8).name == "optimizer"
     assert t.forward_s(1e5, 8) == pytest.approx(2 * 3.09e9 * 1e5 / (8 * 362.05e12 * 0.46), rel=0.003)
     assert t.train_s(1e5, 8) == pytest.approx(3 * t.forward_s(1e5, 8) * 0.46 / 0.33)
+
+
+def test_small_micro_batches_compute_at_a_lower_efficiency() -> None:
+    t = trainer(half_efficiency_tokens=2000.0)
+    largest, whole = 8 * 16384.0, trainer()
+    assert t.train_s(8 * 2000.0, 8) == pytest.approx(2 * whole.train_s(8 * 2000.0, 8))
+    assert t.train_s(largest, 8) == pytest.approx((1 + 2000 / 16384) * whole.train_s(largest, 8))
+    assert t.train_s(2 * largest, 8) == pytest.approx(2 * t.train_s(largest, 8)), "whether it is one call or two"
+    assert trainer(half_efficiency_tokens=5000.0).balanced_tokens(8) == 5000
+
+
+def test_mixtures_compute_at_a_share_of_the_efficiency() -> None:
+    mixed = trainer("qwen3-30b-a3b", mixture_efficiency=0.2)
+    assert mixed.flops_per_s(0.4) == pytest.approx(0.08 * 362.05e12)
+    assert trainer(mixture_efficiency=0.2).flops_per_s(0.4) == pytest.approx(0.4 * 362.05e12)
 
 
 def test_state_is_sharded_as_little_as_memory_allows() -> None:

@@ -42,7 +42,7 @@ def step_input(setting: Setting, seed: int = 0, step: int = 0) -> StepInput:
 
 
 def test_one_engine_takes_exactly_the_replica_time() -> None:
-    """One device, no start-up, no migration: base·max L + Σ (per_seq·L + per_ctx·(p·L + L²/2)), then the phases in turn."""
+    """One device, no start-up or migration: fixed seconds, base·max L + Σ (per_seq·L + per_ctx·(p·L + L²/2)), then the phases."""
     setting = small(devices_per_node=2, device={"like": "H200"}, start_scale=0)
     times = PhaseTimes.from_setting(setting)
     times = replace(times, reshard_s=0.0)
@@ -52,7 +52,8 @@ def test_one_engine_takes_exactly_the_replica_time() -> None:
     lengths, prompts, speed = given.lengths, given.prompts, times.speed
     replica = speed.base_s * lengths.max() + np.sum(speed.per_seq_s * lengths + speed.per_ctx_s * (prompts * lengths + lengths**2 / 2))
     unique = prompts[:: setting.samples].sum()
-    prefill = setting.model.flops_per_token * unique / (989.4e12 * 0.46)
+    phases = setting.phases
+    prefill = phases["step_overhead_s"] + setting.model.flops_per_token * unique / (989.4e12 * phases["forward_efficiency"])
     assert run.rollout_s == pytest.approx(replica + prefill)
     tokens = (lengths + prompts).sum()
     assert run.time_s == pytest.approx(replica + prefill + times.prepare_s(tokens, 1) + times.learn_s(tokens, 1))
@@ -60,11 +61,13 @@ def test_one_engine_takes_exactly_the_replica_time() -> None:
 
 def test_phases_are_flops_over_peak_and_efficiency() -> None:
     times = PhaseTimes.from_setting(small())
-    flops = times.setting.model.flops_per_token * 1e5
-    assert times.prepare_s(1e5, 8) == pytest.approx(2 * flops / (8 * 362.05e12 * 0.46))
-    assert times.gradients_s(1e5, 8, 1) == pytest.approx(3 * flops / (8 * 362.05e12 * 0.33))
+    phases = times.setting.phases  # 1e5 tokens are one micro-batch of 12,500 on each device
+    forward, training, half = (phases[key] for key in ("forward_efficiency", "training_efficiency", "half_efficiency_tokens"))
+    flops = times.setting.model.flops_per_token * (1e5 / 8 + half)
+    assert times.prepare_s(1e5, 8) == pytest.approx(2 * flops / (362.05e12 * forward))
+    assert times.gradients_s(1e5, 8, 1) == pytest.approx(3 * flops / (362.05e12 * training))
     ppo = PhaseTimes.from_setting(small(algorithm="ppo", device="H200"))
-    assert ppo.prepare_s(1e5, 8) == pytest.approx(3 * flops / (8 * 989.4e12 * 0.46))
+    assert ppo.prepare_s(1e5, 8) == pytest.approx(3 * flops / (989.4e12 * forward))
     assert ppo.models == 2
 
 

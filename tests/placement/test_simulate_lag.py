@@ -149,9 +149,9 @@ def test_a_rollout_beside_the_update_continues_under_its_weights() -> None:
     given = StepInput(np.array([400.0]), np.array([10.0]), np.zeros(1, int), np.full((1, 4), 400.0))
     state = InFlight.empty(given, 0, 2).begin(given)
     generation = PartialGeneration(state)
-    done = step_ahead(times, given, StepPlanSettings(1, 1.0, 0, 4), generation, 40_000.0, "fixed")
-    update = times.trainer.forward_s(40_000, 4) + times.learn_s(40_000, 4)
-    begin = times.state_s(4) + times.trainer.forward_s(40_000, 4)
+    done = step_ahead(times, given, StepPlanSettings(1, 1.0, 0, 4), generation, 100_000.0, "fixed")
+    update = times.trainer.forward_s(100_000, 4) + times.learn_s(100_000, 4)
+    begin = times.state_s(4) + times.trainer.forward_s(100_000, 4)
     old = 400 * generation.last.lag[1]
     assert 0 < old < 400 and generation.last.trained.lengths == pytest.approx([400.0])
     beside = times.wake_s + times.broadcast_s + times.prefill_s(10, 1) + times.speed.rollout_s(np.array([old]), np.array([10.0]))
