@@ -34,7 +34,7 @@ def test_no_parameter_of_the_catalog_can_be_changed_for_a_better_fit() -> None:
 def test_steps_that_were_held_out() -> None:
     off = {name: abs(error) for name, error in fitted.errors(fitted.committed(), "held_out").items()}
     dense = {name: error for name, error in off.items() if not name.startswith(MIXTURES)}
-    assert len(dense) >= 10 and max(dense.values()) <= 0.15 and np.median(list(dense.values())) <= 0.08
+    assert len(dense) == 10 and max(dense.values()) <= 0.15 and np.median(list(dense.values())) <= 0.08
     assert np.median(list(off.values())) <= 0.08
     assert sum(error <= 0.15 for error in off.values()) >= 17, "of 21; releases of one framework differ by up to 58 % on the others"
 
