@@ -7,7 +7,7 @@ from functools import partial
 
 from placement.simulate.elastic_policy import elastic, ours, then_learn, trial
 from placement.simulate.learner_queue import LearnerDevices, run_learner
-from placement.simulate.one_step_off import NOT_BUILT, fixed_one_step_off, ours_beside, ours_one_step_off, splits
+from placement.simulate.one_step_off import NOT_BUILT, fixed_one_step_off, ours_beside, ours_one_step_off
 from placement.simulate.partial_policies import Policy, partial_policies
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import candidates, fits, neighbours, resized
@@ -21,14 +21,12 @@ from placement.simulate.simulate_step import (
     all_phases,
     costs_of,
     decode_busy,
-    describe_split,
     learn_beside,
     roll_out,
-    separate_holds,
     work_of,
 )
 
-__all__ = ["POLICIES", "Policy", "disaggregated", "elastic", "fixed", "fixed_plus", "global_cut", "oracle", "ours", "policies_of"]
+__all__ = ["POLICIES", "Policy", "elastic", "fixed", "fixed_plus", "global_cut", "oracle", "ours", "policies_of"]
 
 
 def fixed(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -77,37 +75,6 @@ def _fixed_plus(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, exp
     done = learn_beside(times, given, run, plan.early or d, d, min(free, run.end_s) if plan.early else run.end_s)
     busy = run.busy(times.width) + done.busy
     return StepRun("fixed+", done.end_s, busy, run.end_s, 0, all_phases(d, done.end_s), plan.reason, expected)
-
-
-def disaggregated(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
-    """Hold separate devices for engines and trainers throughout: OpenRLHF (arXiv 2405.11143) without its hybrid engine.
-
-    Engines never sleep and have the whole memory for KV. New weights are broadcast to them between processes. The
-    trainers prepare and learn when the rollout is over. The split is the static one that the planner finds fastest for
-    this setting.
-
-    Raises ValueError if the training state leaves no device for an engine.
-    """
-    d, w = times.devices, times.width
-    if times.min_learner > d - w:
-        raise ValueError(
-            f"policy `disaggregated`: {times.min_learner} devices to train and {w} to generate are more than the {d} of the "
-            "cluster; add nodes, or name the other policies (`--policy fixed --policy ours`)"
-        )
-    split = planner.choose("disaggregated", lambda view, k: _disaggregated(times, view, k), splits(times), prefer=1.0)
-    return _disaggregated(times, given, split)
-
-
-def _disaggregated(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) -> StepRun:
-    d, m, times = times.devices, plan.late, times.at(plan.width)
-    run = roll_out(
-        times, given, "fixed", engines=plan.engines, prefer=1.0, capacity=times.static_capacity, transfer_s=times.broadcast_s, wake_s=0.0
-    )
-    tokens = float(given.tokens.sum())
-    after = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
-    end = run.end_s + after
-    busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + after * m
-    return StepRun("disaggregated", end, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
 
 
 def rlhfless_paper(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -175,10 +142,10 @@ def at_best_width(name: str, policy: Policy) -> Policy:
 def oracle(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
     """Take the best of what a search of `ours` with known lengths finds and of what the other policies do in this step.
 
-    The search is local, so it alone may miss what a policy that forecasts hits by luck. `disaggregated`, whose engines
-    and trainers are never shared, is no rival. Best is the least prefer · time + (1 - prefer) · cost, both over `fixed`.
+    The search is local, so it alone may miss what a policy that forecasts hits by luck. Best is the least
+    prefer · time + (1 - prefer) · cost, both over `fixed`.
     """
-    rivals = [policy(times, given, planner) for name, policy in POLICIES.items() if name not in ("disaggregated", "oracle")]
+    rivals = [policy(times, given, planner) for name, policy in POLICIES.items() if name != "oracle"]
     true = StepInput(given.lengths, given.prompts, given.group, given.lengths[:, None], given.seed)
     known = trial(times, "oracle")  # there is a single draw, so no rough ranking is needed
     tried = [*candidates(times), planner.chosen["ours"]]
@@ -193,7 +160,6 @@ def oracle(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
 POLICIES: dict[str, Policy] = {
     "fixed": at_best_width("fixed", fixed),
     "fixed+": fixed_plus,
-    "disaggregated": disaggregated,
     "global-cut": at_best_width("global-cut", global_cut),
     "rlhfless-paper": at_best_width("rlhfless-paper", rlhfless_paper),
     "ours": ours,

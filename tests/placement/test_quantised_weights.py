@@ -65,7 +65,7 @@ def test_an_update_moves_all_bytes_and_each_engine_quantises_its_part(width: int
 
 
 def test_every_policy_is_faster_with_8_bit_weights() -> None:
-    names = ["fixed", "fixed+", "disaggregated", "global-cut", "rlhfless-paper", "ours"]
+    names = ["fixed", "fixed+", "global-cut", "rlhfless-paper", "ours"]
     off, on = (simulate(small(prefer=0.9, quantization=kind), names, 3) for kind in ("off", "int8"))
     for name in names:
         assert on.policies[name].step_s < 0.9 * off.policies[name].step_s, name

@@ -94,18 +94,9 @@ def test_no_policy_beats_the_bounds(everything) -> None:
 
 
 def test_fixed_is_billed_for_every_device_all_the_time(everything) -> None:
-    for name in ("fixed", "fixed+", "disaggregated"):
+    for name in ("fixed", "fixed+"):
         for step in everything.policies[name].steps:
             assert step.full == pytest.approx(step.time_s * everything.setting.devices)
-
-
-def test_a_cluster_without_a_device_beside_the_trainers_cannot_be_disaggregated() -> None:
-    tight = small(devices_per_node=2, prompts=2, samples=2, epochs=1)
-    assert PhaseTimes.from_setting(tight).min_learner == tight.devices
-    with pytest.raises(ValueError, match=r"`disaggregated`: 2 devices to train and 1 to generate are more than the 2 of the cluster"):
-        simulate(tight, ["disaggregated"])
-    others = [name for name in POLICIES if name not in ("disaggregated", "oracle")]
-    assert set(simulate(tight, others).policies) == set(others)
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_every_width_is_tried_and_neighbours_change_it() -> None:
 
 @pytest.mark.slow
 def test_every_policy_takes_about_the_best_of_the_widths() -> None:
-    names = [name for name in POLICIES if name not in ("disaggregated", "oracle")]
+    names = [name for name in POLICIES if name != "oracle"]
     auto = simulate(small(epochs=1, tensor_parallel="auto", prefer=0.9), names, 3)
     each = [simulate(small(epochs=1, tensor_parallel=w, prefer=0.9), names, 3) for w in (1, 2, 4, 8)]
     base = auto.policies["fixed"]
@@ -78,7 +78,7 @@ def test_every_policy_takes_about_the_best_of_the_widths() -> None:
 @settings(max_examples=4)
 @given(seed=st.integers(0, 1000), prefer=st.sampled_from([0.2, 0.75, 1.0]), width=st.sampled_from([1, 2, "auto"]))
 def test_the_oracle_is_at_least_as_good_as_every_policy_in_every_step(seed: int, prefer: float, width: int | str) -> None:
-    names = [name for name in POLICIES if name != "disaggregated"]
+    names = list(POLICIES)
     run = simulate(small(epochs=1, prompts=4, samples=2, devices_per_node=4, prefer=prefer, tensor_parallel=width), names, seed)
     steps = {name: done.steps for name, done in run.policies.items()}
     for i, oracle in enumerate(steps["oracle"]):
