@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from rlhfless_ray import recipe as package
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.kl_controller import AdaptiveKL
-from rlhfless_ray.recipe import Recipe, known_keys
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.mistakes import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 BASE: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
@@ -508,19 +509,3 @@ def test_a_stage_keeps_its_own_learning_rate_beside_other_settings_of_the_learne
 def test_a_metric_of_checkpoints_needs_evaluations() -> None:
     with pytest.raises(UserError, match=r"checkpoint.best_metric: evaluate.prompts is 0, so there is no evaluation to compare"):
         Recipe.parse(merged(("checkpoint.best_metric", "accuracy_greedy"), ("evaluate.prompts", 0)))
-
-
-def test_the_recipe_of_an_older_run_folder_is_read_without_settings_that_had_no_effect(tmp_path: Path) -> None:
-    tree = yaml.safe_load(Recipe.parse(merged(("run.name", "old"))).to_yaml())
-    tree["learner"]["min_rate_share"], tree["algorithm"]["loss"]["correction_high"] = 0.1, 2.0
-    tree["reward"] |= {"normalize": True, "batch_samples": 8, "overlong_penalty": 2.0}
-    tree["prompts"]["max_rows"] = 9
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    with pytest.raises(UserError, match=r"only a reward model has a mean and std|min_rate_share|correction_high|max_rows"):
-        Recipe.load(tmp_path / "recipe.yaml")
-    (tmp_path / "status.json").write_text("{}")
-    assert Recipe.load(tmp_path / "recipe.yaml", ["run.steps=3"]) == Recipe.parse(merged(("run.name", "old"), ("run.steps", 3)))
-    used = {"reward": {"model_path": "m", "normalize": True}, "learner": {"schedule": "cosine_with_min_lr", "min_rate_share": 0.1}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**BASE, **used}))
-    kept = Recipe.load(tmp_path / "recipe.yaml")
-    assert kept.reward.normalize and kept.learner.min_rate_share == 0.1

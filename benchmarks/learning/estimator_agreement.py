@@ -20,7 +20,7 @@ from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
 from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
 from rlhfless_ray.learn.whiten import whiten
-from rlhfless_ray.recipe.learn_sections import LossConfig
+from rlhfless_ray.recipe.algorithm_sections import LossConfig
 
 SHARED = [name for name, estimator in ESTIMATORS.items() if not estimator.pairs]  # OpenRLHF's loop has no DPO
 PROMPTS, SAMPLES, LENGTH = 16, 8, 60

@@ -19,7 +19,7 @@ from rlhfless_ray.learn.importance import correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
 from rlhfless_ray.learn.whiten import whiten
-from rlhfless_ray.recipe.learn_sections import LossConfig
+from rlhfless_ray.recipe.algorithm_sections import LossConfig
 
 GROUP = 8
 GAMMA, LAMBDA = 0.99, 0.95

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhfless_ray.learn.losses import sequence_means
 
 if TYPE_CHECKING:
-    from rlhfless_ray.recipe.learn_sections import LossConfig
+    from rlhfless_ray.recipe.algorithm_sections import LossConfig
 
 SURE = 1e-6  # probabilities are kept this far from 0 and 1 in the binary KL
 

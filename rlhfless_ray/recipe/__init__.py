@@ -8,9 +8,9 @@ from typing import ClassVar
 from pydantic import model_validator
 
 from rlhfless_ray.common.estimators import ESTIMATORS
+from rlhfless_ray.recipe.algorithm_sections import AlgorithmConfig
 from rlhfless_ray.recipe.data_sections import EvaluateConfig, PromptsConfig
 from rlhfless_ray.recipe.learn_sections import (
-    AlgorithmConfig,
     CriticConfig,
     EmaConfig,
     LearnerConfig,
@@ -19,7 +19,6 @@ from rlhfless_ray.recipe.learn_sections import (
     mistakes_in_precision,
     mistakes_in_slices,
 )
-from rlhfless_ray.recipe.mistakes import known_keys
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import AgentConfig, PolicyConfig, RewardConfig, RolloutConfig, WarmStartConfig
 from rlhfless_ray.recipe.run_sections import (
@@ -34,32 +33,6 @@ from rlhfless_ray.recipe.run_sections import (
 )
 from rlhfless_ray.recipe.section import raise_first
 from rlhfless_ray.recipe.stock_engine import mistakes_in_stock
-
-__all__ = [
-    "AgentConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "CriticConfig",
-    "EmaConfig",
-    "EvaluateConfig",
-    "FunctionsConfig",
-    "LearnerConfig",
-    "LoraConfig",
-    "ObjectiveConfig",
-    "PolicyConfig",
-    "PriceConfig",
-    "PromptsConfig",
-    "Recipe",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SaveConfig",
-    "WarmStartConfig",
-    "WatchConfig",
-    "known_keys",
-]
 
 
 class Recipe(RecipeFile):

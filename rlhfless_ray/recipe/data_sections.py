@@ -38,6 +38,16 @@ class DataSources(Section):
     """Split of data sets that have several."""
     max_rows: int | None = Field(None, ge=1)
     """Keep only the first rows of each data set, and of their mix. None: all."""
+    rows: int = Field(4096, ge=1, le=MAX_ROWS)
+    """Rows that a built-in task generates for training."""
+    shuffle: bool = True
+    """Shuffle every epoch, by the run's seed."""
+    template: Literal["none", "chat"] = "none"
+    """`chat`: render turns with the tokenizer's chat template. A prompt that is a text is one turn of the user."""
+    input_template: Annotated[str, AfterValidator(one_gap)] | None = None
+    """Text with one `{}` into which each prompt is put, for `template: none`."""
+    add_bos: bool = True
+    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself and the text has none."""
     tools_column: str = "tools"
     """With `template: chat`: column with the tools that the chat template gets, a list of JSON schemas or its text. Rows may lack it.
     Empty: none."""
@@ -65,6 +75,8 @@ class DataSources(Section):
             yield "evaluate.path: a built-in task generates its own held-out rows; leave it out"
         if self.max_rows is not None and self.task:
             yield f"{self.section}.max_rows: it limits data sets, and a built-in task generates {self.section}.rows rows; set that instead"
+        if self.input_template is not None and self.template == "chat":
+            yield (f"{self.section}.input_template: the chat template replaces it; set {self.section}.template to none, or leave it out")
         if self.sources and not policy_path:
             yield "policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy"
 
@@ -77,16 +89,8 @@ class PromptsConfig(DataSources):
     """Column with the prompt's text, or, for `template: chat`, with a list of turns or its JSON text."""
     answer_column: str = "answer"
     """Column with the reference answer, which the reward function gets as part of the row. Empty: there is none."""
-    template: Literal["none", "chat"] = "none"
-    """`chat`: wrap each prompt as a user turn with the tokenizer's chat template."""
-    input_template: Annotated[str, AfterValidator(one_gap)] | None = None
-    """Text with one `{}` into which each prompt is put, for `template: none`."""
     system: Name = ""
     """System turn put before each prompt when `template` is `chat`."""
-    add_bos: bool = True
-    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself and the text has none."""
-    rows: int = Field(4096, ge=1, le=MAX_ROWS)
-    """Rows a built-in task generates for training."""
     batch_prompts: int = Field(32, ge=1)
     """Prompts per step."""
     max_prompt_tokens: int = Field(512, ge=1)
@@ -94,14 +98,6 @@ class PromptsConfig(DataSources):
     overlong: Literal["stop", "leave_out", "cut_left"] = "stop"
     """Longer prompts end the run before it starts (`stop`), or are left out (`leave_out`), or lose their first tokens as in OpenRLHF
     (`cut_left`). Prompts that are left out or cut are counted and reported."""
-    shuffle: bool = True
-    """Shuffle every epoch, by the run's seed."""
-
-    @model_validator(mode="after")
-    def _check_template(self) -> PromptsConfig:
-        if self.input_template is not None and self.template == "chat":
-            raise ValueError("prompts.input_template: the chat template replaces it; set prompts.template to none, or leave it out")
-        return self
 
 
 class EvaluateConfig(Section):

@@ -82,29 +82,3 @@ def _merged(below: JsonObject, above: JsonObject, model: type[BaseModel] | None)
         if isinstance(value, dict) and isinstance(below.get(key), dict) and model is not None and (inner := section_at(model, [key]))
     }
     return {**below, **above, **both}
-
-
-def drop_without_effect(tree: JsonObject) -> None:
-    """Remove settings that are refused beside others because they have no effect, which older versions stored in run folders."""
-
-    def section(parent: JsonObject, name: str) -> JsonObject:
-        found = parent.get(name)
-        return found if isinstance(found, dict) else {}
-
-    learner, reward, loss = section(tree, "learner"), section(tree, "reward"), section(section(tree, "algorithm"), "loss")
-    if learner.get("schedule") != "cosine_with_min_lr":
-        learner.pop("min_rate_share", None)
-    if loss.get("correction_level", "off") == "off":
-        for part in ("mode", "gating", "low", "high"):
-            loss.pop(f"correction_{part}", None)
-    for data in (section(tree, "prompts"), section(tree, "data")):
-        if data.get("task"):
-            data.pop("max_rows", None)
-    if section(tree, "evaluate").get("prompts") == 0:
-        section(tree, "checkpoint").pop("best_metric", None)
-    if reward.get("overlong_buffer_tokens") is None:
-        reward.pop("overlong_penalty", None)
-    if not reward.get("model_path"):
-        reward.pop("normalize", None)
-    if not reward.get("url") and reward.get("contract") != "openrlhf":
-        reward.pop("batch_samples", None)

@@ -14,7 +14,7 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe.local_path import given_path
 from rlhfless_ray.recipe.mistakes import describe_mistake
-from rlhfless_ray.recipe.reading import apply_override, drop_without_effect
+from rlhfless_ray.recipe.reading import apply_override
 from rlhfless_ray.recipe.section import Section
 from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 
@@ -50,8 +50,6 @@ def read_tree(path: str | Path, overrides: Sequence[str] = (), kind: str = "reci
     if not isinstance(tree, dict):
         example = {"recipe": "sections such as `rollout:`", "sweep": "keys such as `grid:`"}.get(kind, "the key `stages:`")
         raise UserError(f"{kind} {path}: expected {example} at the top, found {type(tree).__name__}")
-    if _is_of_run(path):
-        drop_without_effect(tree)
     for override in overrides:
         apply_override(tree, override, model)
     return tree

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhfless_ray.recipe.learn_sections import AlgorithmConfig, LoraConfig
+from rlhfless_ray.recipe.algorithm_sections import AlgorithmConfig
+from rlhfless_ray.recipe.learn_sections import LoraConfig
 from rlhfless_ray.recipe.rollout_sections import RolloutConfig
 from rlhfless_ray.recipe.run_sections import RunConfig
 

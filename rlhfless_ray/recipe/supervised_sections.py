@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.data_sections import DataSources, one_gap
+from rlhfless_ray.recipe.data_sections import DataSources
 from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig, mistakes_in_precision, mistakes_in_slices
 from rlhfless_ray.recipe.local_path import LocalPath, LocalPaths
 from rlhfless_ray.recipe.recipe_file import RecipeFile
@@ -53,8 +53,6 @@ class SupervisedData(DataSources):
     task: str = ""
     """A built-in task, `chain` or `sort`: its supervised responses, or pairs of a right and a wrong one. Set exactly one of this,
     `path` and `paths`."""
-    rows: int = Field(4096, ge=1, le=MAX_ROWS)
-    """Rows that a built-in task generates for training."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text or, with `template: chat`, a text or a list of turns. Empty: there is none, and the other columns
     hold whole texts or conversations."""
@@ -74,14 +72,8 @@ class SupervisedData(DataSources):
     """prm: the token that ends each step of a text. The reward of the step is predicted there."""
     reward_tokens: list[str] | None = Field(None, min_length=2)
     """prm: tokens that a label may be, the best one first. The loss compares their logits only. None: any token of the vocabulary."""
-    template: Literal["none", "chat"] = "none"
-    """`chat`: render turns with the tokenizer's chat template."""
     chat_template: str = ""
     """A chat template (Jinja) in place of the tokenizer's, which the saved model gets too."""
-    input_template: Annotated[str, AfterValidator(one_gap)] | None = None
-    """Text with one `{}` into which each prompt is put, for `template: none`."""
-    add_bos: bool = True
-    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself and the text has none."""
     train_on: Literal["response", "assistant", "all"] = "response"
     """sft, kd: tokens that the loss counts. `response`: the response, or the last turn. `assistant`: every turn of the assistant.
     `all`: every token, as in pre-training; no end-of-sequence token is added."""
@@ -99,8 +91,6 @@ class SupervisedData(DataSources):
     remainder: Literal["short", "drop", "carry"] = "short"
     """An epoch's last rows that do not fill a batch make a shorter one (`short`), are not trained in this epoch (`drop`), or begin the next
     epoch's first batch (`carry`; those of the last epoch are not trained)."""
-    shuffle: bool = True
-    """Shuffle every epoch, by the run's seed."""
 
 
 class SupervisedEvaluation(Section):
@@ -254,8 +244,6 @@ class SupervisedRecipe(RecipeFile):
     def _mistakes_in_templates(self) -> Iterator[str]:
         """Check how rows become texts, and the tokens that count."""
         data = self.data
-        if data.input_template is not None and data.template == "chat":
-            yield "data.input_template: the chat template replaces it; set data.template to none, or leave it out"
         if data.overlong == "cut_right" and data.contract == "own" and self.task not in BY_TOKEN:
             yield "data.overlong: cut_right would compare parts of responses; set `leave_out`, or `stop`"
         if data.chat_template and data.template != "chat":

@@ -7,8 +7,10 @@ palette. A function returns None if the run has no data for it, so no chart is e
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,14 +38,8 @@ class Chart:
 
 def series(rows: Iterable[Row], key: str) -> tuple[list[Any], list[float]]:
     """Return steps and finite values of a metric, rounded to five digits."""
-    xs: list[Any] = []
-    ys: list[float] = []
-    for row in rows:
-        value = finite(row.get(key))
-        if value is not None:
-            xs.append(row["step"])
-            ys.append(rounded(value))
-    return xs, ys
+    known = [(row["step"], rounded(value)) for row in rows if (value := finite(row.get(key))) is not None]
+    return [step for step, _ in known], [value for _, value in known]
 
 
 def rounded(value: float) -> float:
@@ -98,6 +94,16 @@ def markers(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, 
     """Return a trace of single points."""
     trace = {"type": "scatter", "mode": "markers", "x": list(xs), "y": list(ys), "name": name}
     return trace | {"marker": {"symbol": symbol, "size": size, "color": colour}} | options
+
+
+def bars(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, **options: object) -> Row:
+    """Return a trace of bars."""
+    return {"type": "bar", "name": name, "x": list(xs), "y": list(ys), "marker": {"color": colour, "line": {"width": 0}}} | options
+
+
+def panels(upper: Row, lower: Row) -> Row:
+    """Return the layout of two vertical axes, one above the other."""
+    return {"yaxis": upper | {"domain": [0.44, 1]}, "yaxis2": lower | {"domain": [0, 0.34]}}
 
 
 def hover_text(head: str, what: str) -> str:
@@ -197,19 +203,12 @@ def lag(rows: Sequence[Row]) -> Chart | None:
         data.append({"type": "scatter", "mode": "lines", "x": [row["step"] for row in rows], "y": ys, "name": name} | fill)
     share = [("learn/effective_share", "effective sample size", "@score", "solid")]
     data += lines(rows, share, width=2.2, mode="lines", hovertemplate="%{y:.1%}")
-    data += [
-        trace
-        for k in range(1, oldest + 1)
-        for trace in lines(
-            rows,
-            [(f"lag/kl_{k}", f"KL, {k} version{'s' * (k != 1)}", "@learn", ("solid", "dash", "dot")[(k - 1) % 3])],
-            width=1.6,
-            yaxis="y2",
-            hovertemplate="%{y:.3~g} nats",
-        )
-    ]
-    layout: Row = {"yaxis": {"title": "share of tokens", "tickformat": ".0%", "range": [0, 1], "domain": [0.44, 1]}}
-    layout["yaxis2"] = {"title": "KL, nats", "domain": [0, 0.34], "rangemode": "tozero", "nticks": 4}
+    dashes = itertools.cycle(("solid", "dash", "dot"))
+    kl = [(f"lag/kl_{k}", f"KL, {k} version{'s' * (k != 1)}", "@learn", next(dashes)) for k in range(1, oldest + 1)]
+    data += lines(rows, kl, width=1.6, yaxis="y2", hovertemplate="%{y:.3~g} nats")
+    layout = panels(
+        {"title": "share of tokens", "tickformat": ".0%", "range": [0, 1]}, {"title": "KL, nats", "rangemode": "tozero", "nticks": 4}
+    )
     note = (
         "Trained tokens by the updates made since their version drew them, and the effective sample size that their importance weights "
         "leave. Below: KL per token from those versions to the weights before the update."
@@ -231,16 +230,12 @@ def histogram(groups: Sequence[tuple[str, Sequence[float]]]) -> Chart | None:
     data = []
     for (name, values), colour in zip(groups, ("@muted", "@rollout"), strict=False):
         colour = "@rollout" if len(groups) == 1 else colour
-        counts = [0] * bins
-        for value in values:
-            counts[math.floor(value / width)] += 1
-        data.append({
-            "type": "bar", "name": name, "x": [round((i + 0.5) * width, 2) for i in range(bins)],
-            "y": [rounded(count / len(values)) for count in counts], "width": width * (0.94 if len(groups) == 1 else 1),
-            "marker": {"color": f"{colour}/0.55", "line": {"width": 0}},
-            "customdata": [f"{number(i * width)} – {number((i + 1) * width - (width >= 2))}" for i in range(bins)],
-            "hovertemplate": "%{customdata} tokens: %{y:.1%}",
-        })  # fmt: skip
+        counts = Counter(math.floor(value / width) for value in values)
+        shares = [rounded(counts[i] / len(values)) for i in range(bins)]
+        spans = [f"{number(i * width)} – {number((i + 1) * width - (width >= 2))}" for i in range(bins)]
+        hover = {"customdata": spans, "hovertemplate": "%{customdata} tokens: %{y:.1%}"}
+        middles = [round((i + 0.5) * width, 2) for i in range(bins)]
+        data.append(bars(middles, shares, name, f"{colour}/0.55", width=width * (0.94 if len(groups) == 1 else 1), **hover))
     note = "Share of stored samples by response length" + ("; the last bin includes responses cut at the limit." if top else ".")
     layout = {
         "barmode": "overlay", "bargap": 0, "hovermode": "closest", "xaxis": {"title": "tokens", "rangemode": "tozero"},
@@ -255,11 +250,11 @@ def forecast(rows: Sequence[Row]) -> Chart | None:
     ranks = lines(rows, [("forecast/spearman", "rank quality", "@score", "solid")], yaxis="y2")
     if not data + ranks:
         return None
-    layout: Row = {"yaxis": {"title": "tokens", "zeroline": True}}
+    axis: Row = {"title": "tokens", "zeroline": True}
+    layout = {"yaxis": axis}
     note = "Difference between the forecast and the true length of responses."
     if ranks:
-        layout["yaxis"]["domain"] = [0.44, 1]
-        layout["yaxis2"] = {"title": "Spearman", "domain": [0, 0.34], "range": [min(0, *ranks[0]["y"]), 1.02]}
+        layout = panels(axis, {"title": "Spearman", "range": [min(0, *ranks[0]["y"]), 1.02]})
         note += " Below: Spearman's rank correlation of both, 1 is a perfect order."
     return Chart("forecast", "Length forecasts", note, data + ranks, layout, height=300)
 

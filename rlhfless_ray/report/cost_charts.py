@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, axis_top, rounded
+from rlhfless_ray.report.charts import Chart, Row, axis_top, bars, rounded
 from rlhfless_ray.report.formatting import duration, finite, finite_values, number, percent
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
@@ -17,34 +17,32 @@ MAX_BARS = 80
 
 def by_kind(ledger: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Sum leased slot-seconds by kind and activity. Parked rows hold no lease and do not count."""
-    table: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    table: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ACTIVITIES, 0.0))
     for row in ledger:
-        slots = finite(row.get("slots"))
-        if row.get("activity") != "parked" and slots:
-            table[str(row.get("kind"))][str(row.get("activity"))] += slots * row["seconds"]
+        slots, activity = finite(row.get("slots")), str(row.get("activity"))
+        if activity != "parked" and slots:
+            cells = table[str(row.get("kind"))]
+            cells[activity] = cells.get(activity, 0.0) + slots * row["seconds"]
     order = {kind: i for i, kind in enumerate(KINDS)}
-    return {kind: dict(table[kind]) for kind in sorted(table, key=lambda kind: (order.get(kind, 99), kind))}
+    return {kind: table[kind] for kind in sorted(table, key=lambda kind: (order.get(kind, 99), kind))}
 
 
-def cost(ledger: Sequence[Row]) -> Chart | None:
-    """Draw stacked bars of kind × activity in the colours of the lease timeline."""
-    table = by_kind(ledger)
+def cost(table: Mapping[str, Mapping[str, float]]) -> Chart | None:
+    """Draw stacked bars of kind × activity in the colours of the lease timeline. `table`: see `by_kind`."""
     total = sum(sum(cells.values()) for cells in table.values())
     if not total:
         return None
     kinds = list(table)[::-1]
     data = []
     extra = sorted({activity for cells in table.values() for activity in cells} - set(ACTIVITIES))
+    names = [kind.replace("_", " ") for kind in kinds]
     for activity in (*ACTIVITIES, *extra):
         values = [table[kind].get(activity, 0.0) for kind in kinds]
         if not any(values):
             continue
-        data.append({
-            "type": "bar", "orientation": "h", "name": activity, "y": [kind.replace("_", " ") for kind in kinds],
-            "x": [rounded(value) for value in values], "marker": _style(activity, kinds), "showlegend": False,
-            "customdata": [f"{activity}: {number(x)} slot-s, {100 * x / total:.1f}% of the full cost" for x in values],
-            "hovertemplate": "%{customdata}<extra>%{y}</extra>",
-        })  # fmt: skip
+        shown = [f"{activity}: {number(x)} slot-s, {100 * x / total:.1f}% of the full cost" for x in values]
+        hover = {"customdata": shown, "hovertemplate": "%{customdata}<extra>%{y}</extra>", "orientation": "h", "showlegend": False}
+        data.append(bars([rounded(value) for value in values], names, activity, "", **hover) | {"marker": _style(activity, kinds)})
     layout = {
         "barmode": "stack", "hovermode": "closest", "xaxis": {"title": "slot-seconds", "nticks": 6},
         "yaxis": {"automargin": True, "ticksuffix": "  "}, "bargap": 0.35,
@@ -63,33 +61,11 @@ def _style(activity: str, kinds: Sequence[str]) -> Row:
     colours = [f"@{kind}" if kind in KINDS else "@other" for kind in kinds]
     if activity == "start":
         pale = [colour + "/0.2" for colour in colours]
-        pattern = {
-            "shape": "/",
-            "size": 7,
-            "solidity": 0.35,
-            "fillmode": "replace",
-            "fgopacity": 1,
-            "bgcolor": pale,
-            "fgcolor": [colour + "/0.8" for colour in colours],
-        }
+        stripes = {"shape": "/", "size": 7, "solidity": 0.35, "fillmode": "replace", "fgopacity": 1}
+        pattern = {**stripes, "bgcolor": pale, "fgcolor": [colour + "/0.8" for colour in colours]}
         return {"color": pale, "pattern": pattern, "line": {"width": 0}}
     opacity = {"work": "", "transfer": "/0.55"}.get(activity, "/0.7")
     return {"color": [colour + opacity for colour in colours], "line": {"width": 0}}
-
-
-def cost_table(ledger: Sequence[Row]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Return header and rows of the cost table in slot-seconds."""
-    table = by_kind(ledger)
-    rows = []
-    sums = {activity: sum(cells.get(activity, 0.0) for cells in table.values()) for activity in ACTIVITIES}
-    full = sum(sum(cells.values()) for cells in table.values())
-    for kind, cells in table.items():
-        whole = sum(cells.values())
-        shares = [number(cells.get(activity, 0.0)) for activity in ACTIVITIES]
-        rows.append((kind.replace("_", " "), [*shares, number(whole), f"{100 * whole / full:.1f}%" if full else "–"]))
-    if rows:
-        rows.append(("all", [*(number(sums[activity]) for activity in ACTIVITIES), number(full), "100%"]))
-    return [*ACTIVITIES, "full cost", "share"], rows
 
 
 def phases(rows: Sequence[Row]) -> Chart | None:
@@ -104,10 +80,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
     for phase in PHASES:
         ys = [rounded(statistics.mean(finite(row.get(f"phase/{phase}_s")) or 0.0 for row in bunch)) for bunch in bunches]
         if any(ys):
-            data.append({
-                "type": "bar", "name": phase, "x": xs, "y": ys, "hovertemplate": "%{y:.3~g} s",
-                "showlegend": False, "marker": {"color": f"@{phase}", "line": {"width": 0}},
-            })  # fmt: skip
+            data.append(bars(xs, ys, phase, f"@{phase}", hovertemplate="%{y:.3~g} s", showlegend=False))
     note = "Wall-clock seconds of a step by phase, coloured as in the table" + (
         f", each bar the mean of {each} steps." if each > 1 else "."
     )

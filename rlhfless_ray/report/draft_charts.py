@@ -6,10 +6,16 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, lines, rounded
+from rlhfless_ray.report.charts import Chart, Row, bars, lines, rounded
 from rlhfless_ray.report.formatting import duration, total
 
 BAND = "rollout/drafts_from_"  # metrics of engine steps of so many sequences and more, see `drafts_by_band`
+KINDS = {
+    "text": ("accepted, from text", "@rollout"),
+    "model": ("accepted, from the drafter", "@learn"),
+    "vain": ("drafted in vain", "@muted"),
+}
+"""What became of drafted tokens → its name and colour."""
 BAND_STEPS = re.compile(BAND + r"(\d+)_steps")
 
 
@@ -24,9 +30,8 @@ def drafts(rows: Sequence[Row]) -> Chart | None:
         by_model = row.get("rollout/model_drafts_accepted") or 0
         parts = {"text": accepted - by_model, "model": by_model, "vain": drafted - accepted}
         shown.append({"step": row["step"], **{name: value / steps for name, value in parts.items()}})
-    names = [("text", "accepted, from text", "@rollout", "solid"), ("vain", "drafted in vain", "@muted", "dot")]
-    if any(row["model"] for row in shown):
-        names.insert(1, ("model", "accepted, from the drafter", "@learn", "solid"))
+    kinds = [kind for kind in KINDS if kind != "model" or any(row["model"] for row in shown)]
+    names = [(kind, *KINDS[kind], "dot" if kind == "vain" else "solid") for kind in kinds]
     data = lines(shown, names, width=1.8, hovertemplate="%{y:.2f} tokens")
     saved_s = total(rows, "rollout/drafts_saved_s") or 0.0
     note = (
@@ -45,15 +50,10 @@ def drafts_within(rows: Sequence[Row]) -> Chart | None:
     ends = {low: high - 1 for low, high in itertools.pairwise(sorted(found))}
     names = [f"{low}" if ends.get(low) == low else f"{low} to {ends[low]}" if low in ends else f"{low} and more" for low in bands]
     data: list[Row] = []
-    kinds = [
-        ("text", "accepted, from text", "@rollout"),
-        ("model", "accepted, from the drafter", "@learn"),
-        ("vain", "drafted in vain", "@muted"),
-    ]
-    for what, name, colour in kinds:
+    for what, (name, colour) in KINDS.items():
         values = [rounded((total(rows, f"{BAND}{low}_{what}") or 0.0) / (total(rows, f"{BAND}{low}_steps") or 1.0)) for low in bands]
         if any(values):
-            data.append({"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": colour}})
+            data.append(bars(names, values, name, colour))
     note = "The same by the sequences that an engine's step had: from full rollouts on the left to their tails on the right."
     layout = {"barmode": "stack", "xaxis": {"title": "sequences in the step"}, "yaxis": {"title": "tokens per engine step"}}
     return Chart("drafts-within", "Drafted tokens within a rollout", note, data, layout)

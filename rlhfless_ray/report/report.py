@@ -13,7 +13,7 @@ from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report import charts, cost_charts, draft_charts, plan_charts, prefix_charts, summary
 from rlhfless_ray.report.charts import Chart, thin
-from rlhfless_ray.report.formatting import duration, percent
+from rlhfless_ray.report.formatting import duration, number, percent
 from rlhfless_ray.report.gantt import gantt
 from rlhfless_ray.report.read_run import RunRecord
 
@@ -49,7 +49,8 @@ def write_report(run_folder: Path) -> Path:
     health, constant = charts.health(drawn)
     if record.is_supervised:  # its loss is shown above, and it has no plans
         health, planning = [chart for chart in health if chart.id != "learn-loss"], []
-    cost = _present(cost_charts.cost(record.ledger))
+    table = cost_charts.by_kind(record.ledger)
+    cost = _present(cost_charts.cost(table))
     phases = _present(cost_charts.phases(steps))
     samples = summary.sample_picks(record)  # before `record.problems` is used, because reading samples may add to it
     every = [*learning, *planning, *prefix, *health, *cost, *phases]
@@ -71,7 +72,9 @@ def write_report(run_folder: Path) -> Path:
         health=health,
         constant=constant,
         cost=cost,
-        cost_table=cost_charts.cost_table(record.ledger),
+        cost_table=table,
+        full_cost=sum(sum(cells.values()) for cells in table.values()),
+        activities=cost_charts.ACTIVITIES,
         phases=phases,
         phase_table=cost_charts.phase_table(steps),
         memory_table=cost_charts.memory_table(steps),
@@ -120,7 +123,7 @@ def _template(name: str) -> Template:
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"duration": duration, "percent": percent}
+    environment.filters |= {"duration": duration, "number": number, "percent": percent}
     return environment.get_template(name)
 
 

@@ -21,8 +21,9 @@ from docs.diagrams import IMAGES, PICTURES
 from docs.flag_table import BEGIN
 from docs.hooks import MARKER, on_page_markdown
 from rlhfless_ray.local.laptop.local_ray import forked
-from rlhfless_ray.recipe import Recipe, known_keys
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.mistakes import known_keys
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.workflow_file import Workflow

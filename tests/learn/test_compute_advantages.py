@@ -19,7 +19,7 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.learn_sections import AdvantageConfig
+from rlhfless_ray.recipe.algorithm_sections import AdvantageConfig
 from rlhfless_ray.types import Completion, CriticStats, Prompt, SampleId, Scored, UpdateStats
 
 MOST = 10

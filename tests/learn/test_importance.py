@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.learn.importance import binary_kl, correction_weights, importance_weights, probability_gap
 from rlhfless_ray.learn.losses import clipped_loss, token_ratios
-from rlhfless_ray.recipe.learn_sections import LossConfig
+from rlhfless_ray.recipe.algorithm_sections import LossConfig
 
 LEVELS: list[Any] = ["token", "seq"]
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=5)

@@ -18,7 +18,7 @@ from rlhfless_ray.learn.importance import correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.learn_sections import LossConfig
+from rlhfless_ray.recipe.algorithm_sections import LossConfig
 from rlhfless_ray.supervise.losses import dpo_loss, pairwise_loss
 
 pytestmark = pytest.mark.pure

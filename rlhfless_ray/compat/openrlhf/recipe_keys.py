@@ -14,7 +14,8 @@ from rlhfless_ray.compat.openrlhf.normalise import shown
 
 @cache
 def recipe_keys() -> list[str]:
-    from rlhfless_ray.recipe import Recipe, known_keys
+    from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.mistakes import known_keys
 
     return known_keys(Recipe)
 
