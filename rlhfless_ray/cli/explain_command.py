@@ -115,7 +115,7 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     """Return text and data about a command. `here`: it runs on this machine, not as a job on another one."""
     from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
-    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
+    from rlhfless_ray.compat.openrlhf.memory import too_large_here
     from rlhfless_ray.compat.openrlhf.resources import fit, fit_width
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
     from rlhfless_ray.compat.openrlhf.translate import Translation
@@ -123,8 +123,6 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     problem: UserError | str | None
     if here and (fitted := fit_width(translation.settings) if isinstance(translation, LauncherTranslation) else fit(translation)):
         translation.notes.append(fitted)
-    if isinstance(translation, Translation):
-        translation.notes += width_note(translation)
     problem = None if translation.refused else translation.problem()
     if here and not translation.refused and problem is None and isinstance(translation, Translation | SupervisedTranslation):
         problem = too_large_here(translation)

@@ -9,7 +9,7 @@ import yaml
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf import resources
 from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, summary
-from rlhfless_ray.compat.openrlhf.resources import fit, openrlhf_gpus, slots_of
+from rlhfless_ray.compat.openrlhf.resources import fit, slots_of
 from rlhfless_ray.compat.openrlhf.translate import translate
 from tests.compat.lines import BASE, DOTTED, GAE, of
 
@@ -101,22 +101,6 @@ def test_the_dotted_validations():
         of(DOTTED + " --algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv")
     with pytest.raises(UserError, match="takes HIGH or LOW HIGH"):
         of(DOTTED + " --algo.advantage.is_correction_threshold 1 2 3")
-
-
-@pytest.mark.parametrize(
-    ("line", "gpus"),
-    [
-        (BASE + " --colocate_all_models", 8),
-        (BASE, 8 + 8 + 8),
-        (BASE + " --init_kl_coef 0", 8 + 8),
-        (BASE + " --colocate_actor_ref", 8 + 8),
-        (BASE + " --colocate_all_models --async_train", 8 + 8),
-        (GAE + " --vllm_tensor_parallel_size 2", 8 + 8 + 16 + 8),
-        (GAE.replace("--remote_rm_url /r.py", "--reward_pretrain /rm") + " --colocate_critic_reward", 8 + 8 + 8 + 8),
-    ],
-)
-def test_gpus_that_openrlhf_would_hold(line, gpus):
-    assert openrlhf_gpus(of(line).values) == gpus == slots_of(of(line)).openrlhf_gpus
 
 
 def test_an_engine_gets_the_devices_that_there_are(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf import molt
@@ -10,10 +10,9 @@ from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.flag_table import RULES, rule_of
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, all_flags, flags_of, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
-from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, Outcome, block, recipe_lines
 from rlhfless_ray.compat.openrlhf.resources import slots_of
-from rlhfless_ray.compat.openrlhf.rules import KINDS
+from rlhfless_ray.compat.openrlhf.rules import KINDS, Kind
 from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RULES
 from rlhfless_ray.compat.openrlhf.translate import Translation
@@ -24,12 +23,10 @@ def explanation(translation: Translation) -> str:
     slots = slots_of(translation)
     lines = [
         f"dialect     {describe_dialect(translation)}",
-        f"slots       at least {slots.at_least}, at most {slots.at_most} at once (OpenRLHF would hold {slots.openrlhf_gpus} GPUs for the "
-        "whole run)",
+        f"slots       at least {slots.at_least}, at most {slots.at_most} at once",
         f"honoured    {len(translation.with_status(HONOURED))} of {len(translation.flags)} flags: "
         + (" ".join(outcome.flag for outcome in translation.with_status(HONOURED)) or "none"),
     ]
-    lines += block("memory", memory_lines(translation))
     lines += block("hints", [f"{_as_given(translation, outcome.flag)}: {outcome.why}" for outcome in translation.with_status(HINT)])
     idle = translation.with_status(NO_EFFECT)
     if idle:
@@ -67,8 +64,7 @@ def as_data(translation: Translation) -> JsonObject:
         "dialect": translation.line.version,
         "accepted_by": translation.line.accepted_by,
         "mixed": [spec.flag for spec in translation.line.foreign],
-        "slots": {"at_least": slots.at_least, "at_most": slots.at_most, "openrlhf_gpus": slots.openrlhf_gpus},
-        "memory": [{"function": need.who, "bytes": need.bytes} for need in needs_of(translation)],
+        "slots": slots._asdict(),
         "flags": [outcome._asdict() for outcome in translation.flags],
         "refused": [{"flag": o.flag, "why": o.why} for o in translation.refused],
         "notes": translation.notes,
@@ -105,41 +101,36 @@ def _ranges(some: list[str]) -> str:
 
 
 def list_flags(launcher: str) -> str:
-    """List every flag of a launcher with its class, and what it sets."""
-    if launcher == LAUNCHER:
-        return _flags_of_ppo()
-    return _flags_of_molt() if launcher == MOLT else _flags_of_launcher(launcher)
+    """List every flag of a launcher, of all versions unless it is PPO's, with its class and what it sets."""
+    rows = _flags_of_ppo() if launcher == LAUNCHER else _flags_of_molt() if launcher == MOLT else _flags_of_launcher(launcher)
+    width = max(len(flag) for flag in flags_of(newest())) + 2 if launcher == LAUNCHER else 48
+    return "\n".join(f"{flag:<{width}}  {KINDS[kind]:<27}  {what}" for flag, kind, what in rows)
 
 
-def _flags_of_ppo() -> str:
-    width = max(len(flag) for flag in flags_of(newest()))
-    return "\n".join(f"--{rule.name:<{width}}  {KINDS[rule.kind]:<27}  {', '.join(rule.keys)}" for rule in RULES)
+def _flags_of_ppo() -> Iterator[tuple[str, Kind, str]]:
+    for rule in RULES:
+        yield f"--{rule.name}", rule.kind, ", ".join(rule.keys)
 
 
-def _flags_of_launcher(launcher: str) -> str:
-    """List the flags of all versions."""
+def _flags_of_launcher(launcher: str) -> Iterator[tuple[str, Kind, str]]:
     known = all_flags(launcher)
-    lines = []
     for rule in INFERENCE_RULES.get(launcher, SUPERVISED_RULES):
         older = [name for name, newest in OLDER_NAMES.items() if newest == rule.name]
-        names = [f"--{name}" for name in dict.fromkeys((rule.name, *older)) if f"--{name}" in known]
-        if names:
-            keys = rule.reading if rule.kind in ("hint", "noop") else ", ".join(rule.keys)
-            lines.append(f"{' '.join(names):<48}  {KINDS[rule.kind]:<27}  {keys}")
-    return "\n".join(lines)
+        if names := [f"--{name}" for name in dict.fromkeys((rule.name, *older)) if f"--{name}" in known]:
+            reading = rule.reading if isinstance(rule.reading, str) else ""
+            yield " ".join(names), rule.kind, reading if rule.kind in ("hint", "noop") else ", ".join(rule.keys)
 
 
-def _flags_of_molt() -> str:
-    lines = []
+def _flags_of_molt() -> Iterator[tuple[str, Kind, str]]:
     for flag in molt.flags():
         rule = rule_of().get(molt.RENAMED.get(flag, flag)[2:])
         if flag in molt.REFUSES:
-            kind, what = KINDS["error"], molt.REFUSES[flag][1]
+            yield flag, "error", molt.REFUSES[flag][1]
         elif flag in molt.SETTING:
-            kind, what = KINDS["exact"], molt.SETTING[flag]
-        elif rule is not None and flag not in molt.HINTS and flag not in molt.IDLE:
-            kind, what = KINDS[rule.kind], ", ".join(rule.keys)
+            yield flag, "exact", molt.SETTING[flag]
+        elif flag in molt.HINTS:
+            yield flag, "hint", molt.HINTS[flag]
+        elif rule is None or flag in molt.IDLE:
+            yield flag, "noop", molt.IDLE[flag]
         else:
-            kind, what = (KINDS["hint"], molt.HINTS[flag]) if flag in molt.HINTS else (KINDS["noop"], molt.IDLE[flag])
-        lines.append(f"{flag:<48}  {kind:<27}  {what}")
-    return "\n".join(lines)
+            yield flag, rule.kind, ", ".join(rule.keys)

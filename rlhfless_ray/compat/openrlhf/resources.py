@@ -1,4 +1,4 @@
-"""Count the slots that a command needs here, and the GPUs that OpenRLHF would hold for the whole run."""
+"""Count the slots that a command needs here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.compat.openrlhf.normalise import Values
 from rlhfless_ray.compat.openrlhf.translate import Translation
 from rlhfless_ray.local.machine_memory import visible_gpus
 
@@ -18,7 +17,6 @@ class Slots(NamedTuple):
 
     at_least: int
     at_most: int
-    openrlhf_gpus: int
 
 
 def slots_of(translation: Translation) -> Slots:
@@ -40,7 +38,7 @@ def slots_of(translation: Translation) -> Slots:
     at_most = max(most_engines * engine, ranks, *others)
     if translation.settings.get("rollout.max_lag_steps"):  # engines and learner work at once
         fewest, at_most = max(fewest, fewest_engines * engine + ranks), max(at_most, most_engines * engine + ranks)
-    return Slots(fewest, at_most, openrlhf_gpus(v))
+    return Slots(fewest, at_most)
 
 
 def _least_width(settings: Mapping[str, object]) -> int:
@@ -55,22 +53,6 @@ def _whole(value: Any, otherwise: int) -> int:
         return int(value)
     except (TypeError, ValueError, OverflowError):
         return otherwise
-
-
-def openrlhf_gpus(v: Values) -> int:
-    """Return the GPUs in OpenRLHF's placement groups. Every group and engine that is not colocated has its own."""
-    alone = not v["train.colocate_all"]
-    total = v.world("actor")
-    if v.has_reference and alone and not v["train.colocate_actor_ref"]:
-        total += v.world("ref")
-    if alone or v["train.async_enable"]:
-        total += v.engines * v["vllm.tensor_parallel_size"]
-    reward_model = not v.external_reward
-    if v.has_critic and v["train.colocate_critic_reward"]:
-        return total + v.world("critic")
-    if alone:
-        total += (v.world("critic") if v.has_critic else 0) + (v.world("reward") if reward_model else 0)
-    return total
 
 
 def slots_here(settings: Mapping[str, object], environment: Mapping[str, str] = os.environ) -> int | None:
