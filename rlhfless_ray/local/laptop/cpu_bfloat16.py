@@ -1,4 +1,4 @@
-"""For CPUs only: multiply bfloat16 matrices in float32 where the processor is slow at it.
+"""For CPUs only: multiply bfloat16 matrices in float32 where the processor has no instructions for it.
 
 A processor without bfloat16 instructions, such as most with AVX2 only, multiplies bfloat16 matrices up to 50 times slower than float32
 ones. Weights and activations keep their dtype here. Blocks of both sides of a product become float32, are multiplied, and the result is
@@ -10,15 +10,10 @@ forward and backward, in models of transformers, peft, DeepSpeed and vLLM alike.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
-import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,85 +21,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLOW = 1.5  # times as long as in float32. Measured: 0.6 with bfloat16 instructions, 2.4 with AVX-512 without them, 20 to 46 with AVX2.
-SIZES = (64, 512, 512)  # tokens, inputs and outputs of the products that are timed: 0.1 s at 0.65 GFLOP/s
-REPEATS = 5  # of which the fastest counts
+INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # names in /proc/cpuinfo, the last one on ARM
+LIMIT = "ONEDNN_MAX_CPU_ISA"  # environment variable: the newest instructions that the kernels may use
 BLOCK = 1 << 18  # elements of a block in float32, 1 MB: larger ones leave the cache, and were up to twice as slow
 WHOLE = 1 << 22  # elements of a matrix that becomes float32 as a whole, 17 MB
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")  # change the kernels
-
-
-@dataclass(frozen=True)
-class ProductSpeed:
-    """How fast one core of this processor multiplies matrices, in GFLOP/s."""
-
-    float32: float
-    bfloat16: float
-
-    @property
-    def is_slow(self) -> bool:
-        return self.float32 > SLOW * self.bfloat16
 
 
 @cache
-def node_speed() -> ProductSpeed:
-    """Return this node's speed, which its first process measures. All its processes so decide the same.
+def has_bfloat16() -> bool:
+    """Return whether PyTorch's kernels multiply bfloat16 by instructions of this processor.
 
-    A private Ray has a temporary folder for each run, so it measures once a run. On a cluster it lasts until the node reboots.
+    Beside float32, their products took 0.5 times as long with them, 2.6 times with AVX-512 without them, and 60 times with AVX2.
     """
-    file = _record()
-    with suppress(OSError, ValueError, TypeError):
-        return ProductSpeed(**json.loads(file.read_text()))
-    speed, own = measure(), file.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):
-        own.write_text(json.dumps(asdict(speed)))
-        with suppress(FileExistsError):
-            os.link(own, file)  # unless another process was first
-        own.unlink()
-    with suppress(OSError, ValueError, TypeError):
-        return ProductSpeed(**json.loads(file.read_text()))
-    return speed
-
-
-def _record() -> Path:
-    """Return the file with this node's speed. Engines change `tempfile`'s folder, so it is not asked."""
-    parts = [platform.node(), torch.__version__, *(f"{name}={os.environ.get(name)}" for name in LIMITS)]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-    key = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
-    return Path(os.environ.get("TMPDIR") or "/tmp") / f"rlhfless-ray-{os.getuid()}-products-{key}.json"
-
-
-def measure() -> ProductSpeed:
-    """Time products in both dtypes, of the forms that forward and backward passes have, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return ProductSpeed(*(_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _gflops(dtype: torch.dtype) -> float:
-    tokens, inputs, outputs = SIZES
-    hidden, weight, gradient = (torch.ones(shape, dtype=dtype) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
-    begin, best_s = time.perf_counter(), float("inf")
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        hidden @ weight.T, gradient @ weight
-        best_s = min(best_s, time.perf_counter() - start)
-        if start - begin > 0.05:
-            break
-    return 4 * tokens * inputs * outputs / best_s / 1e9
+    limit = os.environ.get(LIMIT, "ALL")
+    words = Path("/proc/cpuinfo").read_text().split() if any(name in limit for name in ("ALL", "DEFAULT", "BF16", "AMX")) else []
+    return not INSTRUCTIONS.isdisjoint(words)
 
 
 def use_float32_products(dtype: str, device: str) -> bool:
-    """Replace this process' bfloat16 products if they are slow. Returns whether they are replaced.
+    """Replace this process' bfloat16 products if the processor has no instructions for them. Returns whether they are replaced.
 
     Call it before the first product of a model with weights of this `dtype` on this `device` ("cpu", or anything else for others).
     """
-    if dtype != "bfloat16" or device != "cpu" or not node_speed().is_slow:
+    if dtype != "bfloat16" or device != "cpu" or has_bfloat16():
         return False
     install()
     return True
@@ -114,10 +54,9 @@ def note() -> str:
     """Return a sentence for the user if this process' products are replaced, else an empty string."""
     if not _installed:
         return ""
-    speed = node_speed()
     return (
-        f"node {platform.node()}: a core multiplies bfloat16 at {speed.bfloat16:.2g} GFLOP/s and float32 at {speed.float32:.2g}; "
-        "weights stay in bfloat16, and their products are computed in float32"
+        f"node {platform.node()}: its processor has no instructions for bfloat16; weights stay in bfloat16, and their products are "
+        "computed in float32"
     )
 
 
