@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.common.errors import UserError
@@ -14,6 +14,7 @@ from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.recipe.local_path import given_path
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 ASKS = "Please enter a prompt (or type 'exit' to quit): "
@@ -55,7 +56,7 @@ class Conversation:
             self.text += self.settings["chat.csft_prompt"].strip() + " "
         return self.text
 
-    def tokens(self, prompt: str) -> Any:
+    def tokens(self, prompt: str) -> Tensor:
         """Add a prompt, and return the whole text's tokens (1, tokens) as the tokenizer makes them, with one beginning-of-text token."""
         import torch
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def check_picture(path: Path) -> None:
@@ -21,7 +24,7 @@ def check_picture(path: Path) -> None:
 
 
 @contextmanager
-def picture(path: Path, **labels: object) -> Iterator[Any]:
+def picture(path: Path, **labels: object) -> Iterator[Axes]:
     """Yield matplotlib axes, and write them as a picture whose kind is the file name's ending. Raises UserError if that is impossible."""
     from matplotlib.figure import Figure
 
@@ -36,7 +39,7 @@ def picture(path: Path, **labels: object) -> Iterator[Any]:
         raise UserError(f"--plot {path}: cannot be written: {one_line(error)}") from None
 
 
-def draw_bounds(axes: Any, time_s: float, cost: float) -> None:
+def draw_bounds(axes: Axes, time_s: float, cost: float) -> None:
     axes.axvline(time_s, color="grey", linestyle=":", label="time bound")
     axes.axhline(cost, color="grey", linestyle="--", label="cost bound")
     axes.legend(fontsize=8)

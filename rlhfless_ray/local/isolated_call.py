@@ -86,7 +86,7 @@ def call_begins() -> None:
     Path(sys.argv[1]).with_suffix(BEGUN).touch()
 
 
-def isolated_main(function: Callable[..., Any]) -> None:
+def isolated_main(function: Callable[..., object]) -> None:
     """Call `function` with the arguments that `run_isolated` passed, and return its result to that process."""
     path = Path(sys.argv[1])
     path.with_suffix(GROUP).write_text(str(os.getpgrp()))

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
@@ -60,7 +59,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def detached_sessions(tell: Callable[[int], None]) -> AbstractContextManager[Any]:
+def detached_sessions(tell: Callable[[int], None]) -> AbstractContextManager[object]:
     """Start Ray's processes inside the block in sessions of their own, and pass each session id to `tell`.
 
     Signals to the driver's process group, such as Ctrl-C, then reach the driver alone. It needs Ray to save the run.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.types import Span
@@ -77,30 +77,17 @@ def release_free_heap() -> None:
 def release_unused_memory() -> None:
     """Release free heap memory and unmodified pages of mapped files, mostly of libraries.
 
-    The kernel keeps such pages while memory is plentiful, and maps them again when they are used.
+    The kernel keeps such pages while memory is plentiful, and maps them again when they are used. A mapping with private pages stays: what
+    was relocated in it is not in the file.
     """
+    import psutil
+
     release_free_heap()
-    with Path("/proc/self/smaps").open() as lines:
-        for start, size in list(clean_file_mappings(lines)):
-            release_pages(start, size)
-
-
-def clean_file_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """Yield (address, bytes) of read-only file mappings without private pages: their whole content is in the file."""
-    mapping: list[str] = []
-    fields: dict[str, list[str]] = {}
-    for line in smaps:
-        first, *rest = line.split(maxsplit=5)
-        if not first.endswith(":"):
-            mapping, fields = [first, *rest], {}
-            continue
-        fields[first] = line.split()[1:]
-        if first != "VmFlags:" or len(mapping) < 6:
-            continue
-        of_file = mapping[5].startswith("/") and mapping[1] in ("r-xp", "r--p") and fields["Anonymous:"][0] == "0"
-        if of_file and "lo" not in fields[first]:  # locked mappings stay
-            begin, end = (int(part, 16) for part in mapping[0].split("-"))
-            yield begin, end - begin
+    for mapping in psutil.Process().memory_maps(grouped=False):
+        if mapping.path.startswith("/") and mapping.perms in ("r-xp", "r--p") and not mapping.anonymous:
+            begin, end = (int(part, 16) for part in mapping.addr.split("-"))
+            with suppress(OSError):  # it is locked
+                release_pages(begin, end - begin)
 
 
 def _libc() -> ctypes.CDLL:

@@ -225,7 +225,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def patch_status(folder: Path, **changes: Any) -> None:
+def patch_status(folder: Path, **changes: object) -> None:
     """Change a run's status in place: that needs no space on the disk."""
     file = folder / "status.json"
     content = (json.dumps({**read_status(folder), **changes}, indent=1) + "\n").encode()

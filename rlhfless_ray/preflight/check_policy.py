@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.engine.engine_settings import check_heads
@@ -28,8 +27,8 @@ def check_policy(recipe: Recipe, config: Mapping[str, object]) -> None:
         raise UserError(f"rollout.partial_kv: the KV of this policy cannot be kept, because {reason}; set recompute")
 
 
-def why_not_served(recipe: Recipe, config: Mapping[str, Any]) -> str | None:
+def why_not_served(recipe: Recipe, config: Mapping[str, object]) -> str | None:
     """Return why engines cannot hold an adapter of the policy of this config.json, or None."""
     if recipe.rollout.engine == "stock":
         return "stock engines hold merged weights only"
-    return not_served(config.get("model_type", ""), recipe.lora.rank, recipe.lora.target_modules)
+    return not_served(str(config.get("model_type", "")), recipe.lora.rank, recipe.lora.target_modules)

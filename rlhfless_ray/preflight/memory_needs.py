@@ -11,10 +11,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from placement import memory, peak_memory
 from placement.peak_memory import MicroBatch
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.preflight.model_size import ModelSize
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.learn_sections import CriticConfig, LearnerConfig
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 CPU, GPU = "cpu", "gpu"
 MIN_LISTED_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
-Settings = dict[str, Any]  # values by recipe key
+Settings = JsonObject  # values by recipe key
 AUTO_KEYS = {  # of section `learner`, with the field of `UpdateSettings` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
     "gradient_checkpointing": "checkpointing",

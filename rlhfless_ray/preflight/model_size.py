@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from placement import memory
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.rollout.speculation import random_drafter_config
@@ -32,7 +32,7 @@ class ModelSize:
     """
 
     key: str
-    config: dict[str, Any]
+    config: JsonObject
     parameters: int
     body: int
     stored: int = 0
@@ -65,9 +65,7 @@ class ModelSize:
 Models = Mapping[str, ModelSize]
 
 
-def models_of(
-    recipe: Recipe | SupervisedRecipe, fetch: bool = True, policy: tuple[dict[str, Any], int] | None = None
-) -> dict[str, ModelSize]:
+def models_of(recipe: Recipe | SupervisedRecipe, fetch: bool = True, policy: tuple[JsonObject, int] | None = None) -> dict[str, ModelSize]:
     """Return the models by name, see `MODEL_KEYS`. Folders that cannot be read are left out.
 
     Args:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from placement import memory, peak_memory
 from placement.drafting import MODEL_SEQUENCES
 from placement.peak_memory import MicroBatch
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
@@ -34,7 +35,7 @@ class RunMemory(JobMemory):
     auto_keys: ClassVar = ("micro_batch_tokens", "gradient_checkpointing", "overlap", "optimizer_offload")
 
     @classmethod
-    def of(cls, recipe: Recipe, lengths: Lengths = UNREAD, *, fetch: bool = True, policy: tuple[dict[str, Any], int] | None = None) -> Self:
+    def of(cls, recipe: Recipe, lengths: Lengths = UNREAD, *, fetch: bool = True, policy: tuple[JsonObject, int] | None = None) -> Self:
         """Read the models' sizes. `fetch`, `policy`: see `models_of`."""
         return cls(recipe, models_of(recipe, fetch, policy), lengths)
 

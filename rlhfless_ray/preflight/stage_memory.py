@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from placement import memory, peak_memory
 from placement.peak_memory import MicroBatch, UpdateSettings
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.model_checks import slicing_refusal
 from rlhfless_ray.preflight.memory_needs import CPU, GPU, JobMemory, Need, Parts, Room, Settings, TrainedModel
 from rlhfless_ray.preflight.model_size import ModelSize, models_of
@@ -28,9 +29,7 @@ class StageMemory(JobMemory):
     auto_keys: ClassVar = ("micro_batch_tokens", "gradient_checkpointing", "optimizer_offload")
 
     @classmethod
-    def of(
-        cls, recipe: SupervisedRecipe, row_tokens: int = 0, *, fetch: bool = True, policy: tuple[dict[str, Any], int] | None = None
-    ) -> Self:
+    def of(cls, recipe: SupervisedRecipe, row_tokens: int = 0, *, fetch: bool = True, policy: tuple[JsonObject, int] | None = None) -> Self:
         """Read the models' sizes. `fetch`, `policy`: see `models_of`."""
         return cls(recipe, models_of(recipe, fetch, policy), row_tokens)
 

@@ -66,7 +66,7 @@ def is_conversation(cell: object) -> bool:
     return isinstance(cell, list) and bool(cell) and all(isinstance(turn, dict) for turn in cell)
 
 
-def _parsed(text: str, column: str) -> Any:
+def _parsed(text: str, column: str) -> object:
     """Return the turns that a text lists, or the text."""
     if not NAMES_TURNS.match(text):
         return text
@@ -92,7 +92,7 @@ def _are_turns(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in value)
 
 
-def _calls(calls: object, is_padded: bool) -> Any:
+def _calls(calls: object, is_padded: bool) -> object:
     if isinstance(calls, str):
         try:
             calls = json.loads(calls) if calls.strip() else None

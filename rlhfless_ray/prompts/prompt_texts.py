@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError, one_line_with_type
 from rlhfless_ray.common.json_types import JsonObject
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
 
-EMPTY: tuple[Any, ...] = (None, "", [], {})  # cells that say nothing
+EMPTY: tuple[object, ...] = (None, "", [], {})  # cells that say nothing
 
 
 class PromptTexts:

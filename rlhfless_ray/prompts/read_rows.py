@@ -6,10 +6,13 @@ import csv
 import difflib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from pyarrow import Table
 
 NamedRow = tuple[str, JsonObject]  # ("line 7", the row)
 
@@ -120,7 +123,7 @@ def _arrow(file: Path, where: str) -> list[NamedRow]:
         return numbered(table)
 
 
-def numbered(table: Any) -> list[NamedRow]:
+def numbered(table: Table) -> list[NamedRow]:
     """Return the rows of an Arrow table. Images and sounds stay encoded."""
     return [(f"row {number}", TableRow(row)) for number, row in enumerate(table.to_pylist(), 1)]
 

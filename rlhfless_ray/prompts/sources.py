@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.read_rows import FILE_TYPES, NamedRow, first_line, numbered, read_file
@@ -92,7 +92,7 @@ def _name_rows(data: Dataset | DatasetDict, split: str, setting: str, where: str
     return numbered(data.with_format("arrow")[:])  # other formats decode images and sounds, which nothing here reads
 
 
-def _load_folder(folder: Path, subdir: str, where: str) -> Any:
+def _load_folder(folder: Path, subdir: str, where: str) -> Dataset | DatasetDict:
     """Load a folder written by `save_to_disk`, or else with `load_dataset`."""
     import datasets
 
@@ -112,7 +112,7 @@ def _load_folder(folder: Path, subdir: str, where: str) -> Any:
         ) from None
 
 
-def _load_from_hub(name: str, subdir: str, where: str) -> Any:
+def _load_from_hub(name: str, subdir: str, where: str) -> Dataset | DatasetDict:
     import datasets
 
     try:
@@ -124,7 +124,7 @@ def _load_from_hub(name: str, subdir: str, where: str) -> Any:
         ) from None
 
 
-def _build_from_script(file: Path, where: str) -> Any:
+def _build_from_script(file: Path, where: str) -> Dataset | DatasetDict:
     """Run a Python file and build the data set of its `datasets` builder class."""
     import datasets
 
@@ -137,7 +137,7 @@ def _build_from_script(file: Path, where: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise UserError(f"{where}: running the file failed: {type(error).__name__}: {first_line(error)}") from None
-    builders: list[Any] = [
+    builders: list[type[datasets.DatasetBuilder]] = [
         kind
         for kind in vars(module).values()
         if inspect.isclass(kind) and issubclass(kind, datasets.DatasetBuilder) and kind.__module__ == module_name
@@ -153,7 +153,7 @@ def _build_from_script(file: Path, where: str) -> Any:
         raise UserError(f"{where}: its data set cannot be built: {type(error).__name__}: {first_line(error)}") from None
 
 
-def _copy_to_memory(data: Any) -> Any:
+def _copy_to_memory(data: Dataset | DatasetDict) -> Dataset | DatasetDict:
     """Copy a data set, so that it outlives its files."""
     import datasets
 

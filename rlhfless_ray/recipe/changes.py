@@ -9,7 +9,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.recipe_file import RecipeFile
@@ -148,7 +147,7 @@ def keys_of(kind: type[Section], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, object, object]]:
     """Yield the dotted key, the default and the value of every setting, as JSON reads them."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -159,9 +158,9 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, An
             yield f"{prefix}{name}", _plain(default), _plain(value)
 
 
-def _value(tree: Mapping[str, object], key: str, default: object) -> Any:
+def _value(tree: Mapping[str, object], key: str, default: object) -> object:
     """Return the value of a dotted key in a recipe's tree."""
-    at: Any = tree
+    at: object = tree
     for name in key.split("."):
         if not isinstance(at, Mapping) or name not in at:
             return default
@@ -169,7 +168,7 @@ def _value(tree: Mapping[str, object], key: str, default: object) -> Any:
     return _plain(at)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     return json.loads(json.dumps(value, default=str))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import yaml
 from pydantic import BaseModel
@@ -27,7 +26,7 @@ def apply_override(tree: JsonObject, override: str, model: type[BaseModel]) -> N
     set_key(tree, key, value, f"override `{override}`")
 
 
-def read_value(model: type[BaseModel], key: str, text: str) -> Any:
+def read_value(model: type[BaseModel], key: str, text: str) -> object:
     """Read the value of a key on a command line: YAML, but a key that takes a text takes it as it stands. Raises yaml.YAMLError."""
     *sections, name = key.split(".")
     section = section_at(model, sections)

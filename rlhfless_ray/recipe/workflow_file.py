@@ -214,7 +214,7 @@ def _resolved(value: object, resolve: Resolve) -> Any:
     return {key: _resolved(item, resolve) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _setting(recipe: object, key: str) -> Any:
+def _setting(recipe: object, key: str) -> object:
     """Return a value of a recipe, None if it has no such key."""
     section, _, name = key.partition(".")
     value = getattr(recipe, section, None)

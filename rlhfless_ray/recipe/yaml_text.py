@@ -59,16 +59,16 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
     yaml_implicit_resolvers: ClassVar[JsonObject] = {}
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key `{key.value}` occurs twice", key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        mapping: dict[object, object] = super().construct_mapping(node, deep)
         return mapping
 
-    def construct_number(self, node: Any) -> WrittenInt | WrittenFloat:
+    def construct_number(self, node: yaml.ScalarNode) -> WrittenInt | WrittenFloat:
         text, is_int = self.construct_scalar(node), node.tag.endswith(":int")
         if not (_INT if is_int else _FLOAT).match(text):
             raise yaml.constructor.ConstructorError(None, None, f"`{text}` is not a decimal number", node.start_mark)

@@ -13,7 +13,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlhfless_ray.common.data_files import read_data_file
 from rlhfless_ray.common.json_types import JsonObject
@@ -36,7 +35,7 @@ class Chart:
     kind: str = "half"
 
 
-def series(rows: Iterable[Row], key: str) -> tuple[list[Any], list[float]]:
+def series(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
     """Return steps and finite values of a metric, rounded to five digits."""
     known = [(row["step"], rounded(value)) for row in rows if (value := finite(row.get(key))) is not None]
     return [step for step, _ in known], [value for _, value in known]
@@ -63,18 +62,20 @@ def thin(rows: Sequence[Row], limit: int = MAX_POINTS) -> list[Row]:
     return thinned
 
 
-def line(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, **options: Any) -> Row:
+def line(
+    xs: Sequence[object], ys: Sequence[object], name: str, colour: str, width: float = 2, dash: str = "solid", **options: object
+) -> Row:
     """Return a line trace, with markers if there are few points."""
-    style = {"color": colour, "width": options.pop("width", 2)} | options.pop("style", {})
+    style = {"color": colour, "width": width, "dash": dash}
     mode = "lines+markers" if len(xs) <= 40 else "lines"
     trace = {"type": "scatter", "mode": mode, "x": list(xs), "y": list(ys), "name": name, "line": style}
     return trace | {"marker": {"size": 5, "color": colour}, "cliponaxis": False} | options
 
 
-def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **options: object) -> list[Row]:
+def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], width: float = 2, **options: object) -> list[Row]:
     """Return a line trace, thinned, of each metric that the run has. `metrics`: (key, name, colour, dash)."""
     return [
-        line(xs, ys, name, colour, style={"dash": dash}, **options)
+        line(xs, ys, name, colour, width, dash, **options)
         for key, name, colour, dash in metrics
         for xs, ys in [series(thin([row for row in rows if finite(row.get(key)) is not None]), key)]
         if xs
@@ -150,7 +151,7 @@ def reward(rows: Sequence[Row]) -> Chart | None:
     note = "Mean over the scored samples of a step."
     # No band of the samples' standard deviation: with rewards of 0 and 1 it fills the chart and hides the trend.
     stds = {row["step"]: number(row.get("reward/std")) for row in rows}
-    hover = {"customdata": [stds[x] for x in xs], "hovertemplate": "%{y:.3f} (std %{customdata})"}
+    hover: Row = {"customdata": [stds[x] for x in xs], "hovertemplate": "%{y:.3f} (std %{customdata})"}
     if len(xs) >= 20:
         thick = line(xs, smoothed(ys, max(3, len(xs) / 30)), "smoothed", "@rollout", width=2.5, mode="lines")
         data = [line(xs, ys, "step", "@rollout/0.4", width=1, mode="lines", **hover), thick | {"hovertemplate": "%{y:.3f}"}]

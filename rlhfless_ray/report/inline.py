@@ -6,10 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.report.cost_charts import ACTIVITIES
 from rlhfless_ray.report.formatting import round_up
+
+if TYPE_CHECKING:
+    from placement import Plan
 
 COLOURS = ("#3b6fb5", "#c8553d", "#4b9b6a", "#8a5ab0", "#c79a2b", "#5f6b7a")
 SHADES = dict(zip(ACTIVITIES, (1.0, 0.65, 0.4, 0.2), strict=True))
@@ -75,8 +78,8 @@ def curves(
     return Html("".join([*parts, "</svg>"]))
 
 
-def plan_html(reason: str, plans: Sequence[Any], chosen: Any) -> str:
-    """Return a plan's reason and frontier as HTML. `plans`: points with time_s, cost and actors. `chosen`: one of them, or None."""
+def plan_html(reason: str, plans: Sequence[Plan], chosen: Plan | None) -> str:
+    """Return a plan's reason and frontier as HTML. `chosen`: one of the plans, if any."""
     lines = {
         f"{count} engine{'s' * (count > 1)}": [p for p in plans if p.actors == count] for count in sorted({plan.actors for plan in plans})
     }

@@ -7,9 +7,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.progress_panel import ProgressState, decided, line, panel
 
@@ -38,7 +38,7 @@ class ProgressDisplay:
         if self.mode == "live":
             self._start_live()
 
-    def step(self, row: Mapping[str, Any]) -> None:
+    def step(self, row: JsonObject) -> None:
         """Show a finished step from its metrics row. Step 0 is the evaluation before training."""
         state, row = self._state, dict(row)
         sampled, greedy = finite(row.get("eval/accuracy_sampled")), finite(row.get("eval/accuracy_greedy"))

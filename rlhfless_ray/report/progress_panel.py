@@ -6,13 +6,14 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.report.formatting import DASH, are_shares, duration, finite, number, percent, short, slot_time
+from rlhfless_ray.report.formatting import DASH, Figure, are_shares, duration, finite, number, percent, short, slot_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -128,7 +129,7 @@ def panel(state: ProgressState, width: int, ascii_only: bool = False) -> Rendera
     return Panel(outer, title=title, title_align="left", border_style="cyan", box=box.ASCII if ascii_only else box.ROUNDED)
 
 
-def _body(state: ProgressState, row: JsonObject, now: float, room: int, ascii_only: bool) -> list[tuple[str, Any]]:
+def _body(state: ProgressState, row: JsonObject, now: float, room: int, ascii_only: bool) -> list[tuple[str, Text]]:
     from rich.text import Text
 
     reward = Text(DASH if finite(row.get("reward/mean")) is None else f"{row['reward/mean']:.3f}", style="bold")
@@ -165,7 +166,7 @@ def _body(state: ProgressState, row: JsonObject, now: float, room: int, ascii_on
     return lines
 
 
-def _plan(row: JsonObject) -> Any:
+def _plan(row: JsonObject) -> Text:
     """Format the rollout's predicted and measured time and cost, and the forecast's quality."""
     from rich.text import Text
 
@@ -179,9 +180,9 @@ def _plan(row: JsonObject) -> Any:
     return text
 
 
-def _accuracy(sampled: Any, greedy: Any, word: str = "eval ") -> list[str]:
+def _accuracy(sampled: Figure, greedy: Figure, word: str = "eval ") -> list[str]:
     both = ((sampled, "sampled"), (greedy, "greedy"))
-    there = [(float(value), name) for value, name in both if finite(value) is not None]
+    there = [(value, name) for given, name in both if (value := finite(given)) is not None]
     words = percent if are_shares(value for value, _ in there) else number
     shown = [f"{words(value)} {name}" for value, name in there]
     return [word + ", ".join(shown)] if shown else []

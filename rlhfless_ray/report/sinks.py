@@ -124,7 +124,7 @@ class WandbRun:
         for section in ("train", "eval") if watch.metric_names == "openrlhf" else ():
             run.define_metric(f"{section}/*", step_metric=f"{section}/global_step")
         self._run, self._wandb = run, wandb
-        self._samples: list[tuple[Any, ...]] = []  # the newest
+        self._samples: list[tuple[object, ...]] = []  # the newest
         if not online:
             say(f"Weights & Biases is offline: `wandb sync {Path(run.dir).parent}` uploads the run")
         elif getattr(run, "url", None):

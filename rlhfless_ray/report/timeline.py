@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rlhfless_ray.common.disk_space import writing
 from rlhfless_ray.common.json_types import JsonObject
@@ -24,7 +23,7 @@ STEP_KEYS = (
     *(f"phase/{phase}_s" for phase in ("lease", *PHASES)),
 )
 
-Row = Mapping[str, Any]
+Row = JsonObject
 Event = JsonObject
 
 
@@ -106,7 +105,7 @@ def _tracks(pid: int, rows: list[Row], parked: bool) -> Iterator[Event]:
 
 def _slices(pid: int, tid: int, rows: list[Row]) -> Iterator[Event]:
     together: list[Event] = []  # a holder's slice, followed by the slices nested in it
-    tied_to: tuple[Any, ...] = ()
+    tied_to: tuple[object, ...] = ()
     for row in rows:
         begin, end = _interval(row)
         kind = str(row.get("kind"))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.weights.model_folder import read_content
-from rlhfless_ray.weights.tensor_file import Files, checksum, write_file
+from rlhfless_ray.weights.tensor_file import Content, Files, checksum, write_file
 
 DRIVER, CHECKSUMS = "driver.json", "checksums.json"
 LISTED = "checksums"  # key of DRIVER: the name of the file with the checksums. Older checkpoints have none
@@ -29,7 +28,7 @@ class DamagedCheckpoint(UserError):
         super().__init__(f"--resume: {path} {what}; {cure}")
         self.path, self.what = path, what
 
-    def __reduce__(self) -> tuple[Any, ...]:  # Exception's own would pass the message alone
+    def __reduce__(self) -> tuple[object, ...]:  # Exception's own would pass the message alone
         return type(self), (self.path, self.what)
 
 
@@ -41,7 +40,7 @@ def write_checksums(folder: Path, sums: Mapping[str, str], name: str = CHECKSUMS
 def read_checksums(file: Path) -> dict[str, str]:
     """Return {file name: checksum}. Raises DamagedCheckpoint."""
     try:
-        tree = json.loads(_read(file))
+        tree = json.loads(bytes(_read(file)))
         sums = {str(name): str(value) for name, value in tree[FILES].items()}
         if tree[OWN] == _own(sums):
             return sums
@@ -102,7 +101,7 @@ def _own(sums: Mapping[str, str]) -> str:
     return checksum(json.dumps(dict(sums), sort_keys=True).encode())
 
 
-def _read(file: Path) -> Any:
+def _read(file: Path) -> Content:
     try:
         return read_content(file)
     except FileNotFoundError:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 
@@ -119,7 +119,7 @@ class ResponseRecord:
                     samples.append(Sample(prompt, name, done, row["response"]))
         return tuple(samples)
 
-    def _row(self, file: Any, key: Key) -> JsonObject:
+    def _row(self, file: BinaryIO, key: Key) -> JsonObject:
         start, length = self.places[key]
         file.seek(start)
         row: JsonObject = json.loads(file.read(length))

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import replace_file
@@ -263,7 +262,7 @@ class SweepRunner:
             write_sweep_report(self.folder.path)
 
 
-def _has_checkpoint(recipe: Any, folder: Path) -> bool:
+def _has_checkpoint(recipe: Recipe | SupervisedRecipe, folder: Path) -> bool:
     if isinstance(recipe, Recipe):
         return bool(Checkpoints(recipe.checkpoint, folder).list())
     from rlhfless_ray.supervise.find_checkpoints import has_checkpoint

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -66,7 +66,7 @@ class SweepFile(Section):
     """Recipe of runs that name none, relative to the sweep's file."""
     set: JsonObject = Field({})
     """Dotted recipe keys and their values for every run."""
-    grid: dict[str, list[Any]] = Field({})
+    grid: dict[str, list[object]] = Field({})
     """Dotted recipe keys, each with a list of values. There is one run for each combination."""
     runs: list[SweepRun] = Field([SweepRun()])
     """Single runs. With a grid, each of them at every point."""
@@ -112,7 +112,7 @@ class PlannedRun:
 
     name: str
     recipe: Recipe | SupervisedRecipe
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     alone: str = ""
 
     @cached_property
@@ -158,7 +158,7 @@ def _with_loss(file: SweepFile, runs: Sequence[PlannedRun]) -> SweepFile:
     return file.model_copy(update={"metric": metric, "direction": direction})
 
 
-def _points(grid: Mapping[str, list[Any]]) -> list[JsonObject]:
+def _points(grid: Mapping[str, list[object]]) -> list[JsonObject]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
@@ -187,7 +187,7 @@ def _planned(file: SweepFile, given: SweepRun, point: JsonObject, folder: Path, 
     return PlannedRun(name, recipe, settings, given.alone)
 
 
-def _word(value: object, values: list[Any]) -> str:
+def _word(value: object, values: list[object]) -> str:
     """Return a grid's value as a part of a run's name, or its number if it is not a word or reads like another one."""
     texts = [f"{float(one):g}" if isinstance(one, float) else str(as_texts(one)) for one in values]
     text = texts[number := values.index(value)]

@@ -79,8 +79,8 @@ def _curves(runs: Sequence[tuple[RunState, list[Row]]], key: str, name: str, aga
         xs, ys = [x for x, _ in points], [y for _, y in points]
         if len(ys) >= 20 and not key.startswith("eval/"):
             ys, smooth = smoothed(ys, max(3, len(ys) / 30)), True
-        style = {"dash": DASHES[i // len(COLOURS) % len(DASHES)]}
-        data.append(line(xs, [rounded(y) for y in ys], run.name, f"@{COLOURS[i % len(COLOURS)]}", style=style, hovertemplate="%{y:.4~g}"))
+        colour, dash = f"@{COLOURS[i % len(COLOURS)]}", DASHES[i // len(COLOURS) % len(DASHES)]
+        data.append(line(xs, [rounded(y) for y in ys], run.name, colour, dash=dash, hovertemplate="%{y:.4~g}"))
     if not data:
         return None
     note = f"{key} of each run" + (", smoothed." if smooth else ".")

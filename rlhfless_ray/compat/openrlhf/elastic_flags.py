@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -85,7 +85,7 @@ def own_settings(
     return settings
 
 
-def own_value(flag: str, text: str | None, key: str, model: type[BaseModel] | None = None) -> Any:
+def own_value(flag: str, text: str | None, key: str, model: type[BaseModel] | None = None) -> object:
     """Return the value of an own setting, read as on `rlhfless train`'s command line. Raises UserError for text that is not valid YAML.
 
     `model`: the class of the recipe that has the key; `Recipe` if it is left out.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
@@ -14,6 +14,9 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.elastic_flags import CHANGED, PREVIOUS, RESUME
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe.recipe_file import RecipeFile
 
 HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
 
@@ -50,7 +53,7 @@ class CommandTranslation(ABC):
         return self.with_status(REFUSED)
 
     @abstractmethod
-    def recipe(self) -> Any:
+    def recipe(self) -> RecipeFile | None:
         """Return the recipe, or None if the launcher needs none. Raises UserError, which names the flag of an invalid value."""
 
     @abstractmethod

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.normalise import Values
@@ -81,9 +80,7 @@ def why_not_divided(size: int, ranks: int, zero_stage: int, folder: str | None) 
     return _why_not_shared(size, ranks, folder, refusal, "DeepSpeed divides matrices with ZeRO stages 0 to 2" if zero_stage == 3 else "")
 
 
-def _why_not_shared(
-    size: int, ranks: int, folder: str | None, refusal: Callable[[Mapping[str, Any], int], str | None], other: str = ""
-) -> str:
+def _why_not_shared(size: int, ranks: int, folder: str | None, refusal: Callable[[JsonObject, int], str | None], other: str = "") -> str:
     """Return why groups of `size` of a model's ranks cannot share its work, or an empty string.
 
     `refusal`: returns what in its config.json is against it. `other`: what the command has against it.

@@ -32,14 +32,14 @@ def mistake_in(key: str, value: object) -> str:
 
 
 @cache
-def _validator(key: str) -> TypeAdapter[Any]:
+def _validator(key: str) -> TypeAdapter[object]:
     """Return the validator of a recipe's key. Building it takes longer than validating a value."""
     from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.mistakes import section_at
 
-    section: Any = Recipe
     *parents, leaf = key.split(".")
-    for parent in parents:
-        section = section.model_fields[parent].annotation
+    section = section_at(Recipe, parents)
+    assert section is not None
     info = section.model_fields[leaf]
     kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
     return TypeAdapter(kind)

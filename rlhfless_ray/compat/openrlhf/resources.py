@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.translate import Translation
@@ -47,11 +47,11 @@ def _least_width(settings: Mapping[str, object]) -> int:
     return _whole(width, 1)  # the narrowest of `auto`
 
 
-def _whole(value: Any, otherwise: int) -> int:
+def _whole(value: object, otherwise: int) -> int:
     """Return a setting that is a whole number. Of another value, which the recipe will refuse, return `otherwise`."""
     try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
+        return int(value) if isinstance(value, int | float | str) else otherwise
+    except (ValueError, OverflowError):
         return otherwise
 
 

@@ -70,7 +70,9 @@ def translate_supervised(
         values[newest], spelled[newest] = value, flag
     _, started = process_place(environment)
     ranks = started or ranks
-    own = {key: own_value(flag, text, key, SupervisedRecipe) for flag, text in ours for key in [flag.removeprefix("--elastic.")]}
+    own: JsonObject = {
+        key: own_value(flag, text, key, SupervisedRecipe) for flag, text in ours for key in [flag.removeprefix("--elastic.")]
+    }
     if isinstance(own.get("learner.ranks"), int):
         ranks = own["learner.ranks"]
     values[RANKS], values[OWN] = ranks, [flag for flag, _ in ours]

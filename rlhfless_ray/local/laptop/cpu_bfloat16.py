@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ def note() -> str:
     )
 
 
-_installed: list[Any] = []  # the library that holds the kernels, once they are replaced
+_installed: list[torch.library.Library] = []  # the library that holds the kernels, once they are replaced
 
 
 def install() -> None:
@@ -83,11 +82,11 @@ def uninstall() -> None:
         _installed.pop()._destroy()
 
 
-def _or_own(name: str, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _or_own(name: str, product: Callable[..., Tensor]) -> Callable[..., object]:
     """Return a kernel: `product` for bfloat16, PyTorch's own for other dtypes."""
     own = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
+    def kernel(keys: torch.DispatchKeySet, *arguments: object, **options: object) -> object:
         if any(isinstance(x, Tensor) and x.dtype != torch.bfloat16 for x in (*arguments, *options.values())):
             return own.call_boxed(keys, *arguments, **options)
         return product(*arguments, **options)
@@ -95,11 +94,11 @@ def _or_own(name: str, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return kernel
 
 
-def _in_float32(name: str) -> Callable[..., Any]:
+def _in_float32(name: str) -> Callable[..., object]:
     """Return a kernel that computes with float32 copies of bfloat16 tensors, and returns bfloat16 for them."""
     own = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def kernel(keys: Any, query: Tensor, *arguments: Any, **options: Any) -> Any:
+    def kernel(keys: torch.DispatchKeySet, query: Tensor, *arguments: object, **options: object) -> object:
         if query.dtype != torch.bfloat16:
             return own.call_boxed(keys, query, *arguments, **options)
         wide = [_wide(x) for x in (query, *arguments)]
@@ -111,7 +110,7 @@ def _in_float32(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _wide(x: object) -> Any:
+def _wide(x: object) -> object:
     return x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TextIO
 
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.local.laptop.fork_client import FAILED, STREAMS, read_request
@@ -131,7 +131,7 @@ class _Server:
         self.is_open = True  # for clients
         self.adopts = False
 
-    def run(self, end: Any) -> None:
+    def run(self, end: int | TextIO) -> None:
         """Serve clients until `end` can be read from, and kill their processes then."""
         self.watched.register(end, selectors.EVENT_READ, self._kill)
         self.watched.register(self.source, selectors.EVENT_READ, self._take)
@@ -144,7 +144,7 @@ class _Server:
                 if not self.is_open and not self.children:
                     return
 
-    def run_adopting(self, end: object) -> None:
+    def run_adopting(self, end: int | TextIO) -> None:
         """Do the same for a process's only server, and also end what the processes have left behind in sessions of their own."""
         adopt_orphans()
         self.adopts = True

@@ -40,7 +40,7 @@ def local_ray() -> Iterator[None]:
 
     start, find = services.start_ray_process, services.get_node
 
-    def get_node_patiently(*about: object) -> Any:
+    def get_node_patiently(*about: object) -> object:
         end = time.monotonic() + REGISTRATION_S
         while True:
             try:
@@ -50,10 +50,10 @@ def local_ray() -> Iterator[None]:
                     raise
             time.sleep(0.1)
 
-    def no_server(node: Any, **settings: Any) -> None:
+    def no_server(node: Any, **settings: object) -> None:
         node._webui_url = None
 
-    def start_with_stand_in(command: list[str], *more: Any, **settings: Any) -> Any:
+    def start_with_stand_in(command: list[str], *more: Any, **settings: Any) -> object:
         return start([_replaced(word) for word in command], *more, **settings)
 
     with (
