@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.compat.openrlhf.batch_inference import run_batch
+from rlhfless_ray.compat.openrlhf.explain_report import announce
 from rlhfless_ray.compat.openrlhf.inference import translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import BATCH
 from rlhfless_ray.compat.openrlhf.resources import fit_width
@@ -13,7 +14,7 @@ def _run(tokens: list[str]) -> None:
     translation = translate_inference(BATCH, tokens)
     if narrower := fit_width(translation.settings):
         translation.notes.append(narrower)
-    translation.check()
+    announce(translation)
     run_batch(translation)
 
 

@@ -126,8 +126,9 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     problem = None if translation.refused else translation.problem()
     if here and not translation.refused and problem is None and isinstance(translation, Translation | SupervisedTranslation):
         problem = too_large_here(translation)
-    if isinstance(translation, LauncherTranslation):
-        text, data = translation.explanation(), translation.as_data()
-    else:
-        text, data = explanation(translation), as_data(translation)
-    return text, {**data, "runs": not translation.refused and problem is None, "problem": str(problem) if problem else None}
+    data = as_data(translation)
+    return explanation(translation), {
+        **data,
+        "runs": not translation.refused and problem is None,
+        "problem": str(problem) if problem else None,
+    }

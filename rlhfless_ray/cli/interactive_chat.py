@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.compat.openrlhf.explain_report import announce
 from rlhfless_ray.compat.openrlhf.inference import translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import CHAT
 from rlhfless_ray.prompts.first_token import FirstToken
@@ -70,7 +71,7 @@ class Conversation:
 
 def _run(tokens: list[str]) -> None:
     translation = translate_inference(CHAT, tokens)
-    translation.check()
+    announce(translation)
     with translation.flags_in_errors():
         _talk(translation.settings)
 

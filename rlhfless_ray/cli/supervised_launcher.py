@@ -36,11 +36,12 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.common.disk_space import DiskFull
     from rlhfless_ray.common.errors import Stopped
     from rlhfless_ray.compat.openrlhf.elastic_flags import resume_options
+    from rlhfless_ray.compat.openrlhf.explain_report import announce
     from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.local.machine_memory import visible_gpus
 
     translation = translate_supervised(launcher, tokens, ranks=max(1, visible_gpus()))
-    translation.check()
+    announce(translation)
     recipe = translation.recipe()
     for name in [name for name in os.environ if OWN_VARIABLES.fullmatch(name)]:
         del os.environ[name]  # the ranks get their own from Ray Train; with torchrun's they would wait for its store

@@ -45,15 +45,13 @@ def _train(tokens: Sequence[str]) -> None:
 def train_translated(translation: Translation, tokens: Sequence[str]) -> None:
     """Train with the recipe that a command line was translated to. `tokens`: the command line."""
     from rlhfless_ray.cli.main import print_results
-    from rlhfless_ray.compat.openrlhf.explain_report import summary
+    from rlhfless_ray.compat.openrlhf.explain_report import announce
     from rlhfless_ray.compat.openrlhf.resources import fit
 
-    fewer = fit(translation)
-    if refused := translation.refusal():
-        raise refused
+    if fewer := fit(translation):
+        translation.notes.append(fewer)
+    announce(translation)
     recipe = translation.recipe()
-    for line in [*summary(translation), *([fewer] if fewer else [])]:
-        print(f"[rlhfless] {line}", flush=True)
     for name, value in translation.secrets.items():
         os.environ.setdefault(name, value)
     from rlhfless_ray.compat.openrlhf.elastic_flags import resume_options

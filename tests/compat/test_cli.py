@@ -72,7 +72,7 @@ def test_explain():
     done = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *LINE.split(), *more)
     told = {line.split()[0]: line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
     assert "0.10.1" in told["dialect"] and "at most 8" in told["slots"]
-    assert "--pretrain" in told["honoured"] and told["no"].endswith("--perf") and "--vllm_num_engines 8: 8 engines at most" in done.stdout
+    assert "--pretrain" in told["honoured"] and "--perf: " in told["no"] and "--vllm_num_engines 8: 8 engines at most" in done.stdout
     assert done.returncode == (2 if "refused" in told else 0)
     recipe = yaml.safe_load(done.stdout.partition("\nrecipe")[2].partition("\n")[2].partition("\ndoes not run")[0])
     assert recipe["policy"]["path"] == "/m" and recipe["rollout"]["samples_per_prompt"] == 4

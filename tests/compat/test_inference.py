@@ -12,6 +12,7 @@ import pytest
 from rlhfless_ray.cli.interactive_chat import Conversation
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.compat.openrlhf.batch_inference import run_batch
+from rlhfless_ray.compat.openrlhf.explain_report import announce
 from rlhfless_ray.compat.openrlhf.flags import flags_of, versions_of
 from rlhfless_ray.compat.openrlhf.inference import RULES, translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import BATCH, CHAT, GENERATES, LAUNCHERS
@@ -247,7 +248,7 @@ def test_mistakes_found_before_the_start_name_flag_and_row(tmp_path: Path, rewar
     with pytest.raises(UserError, match=r"empty.jsonl, line 2: the prompt is empty; fix or remove the row"):
         run_batch(translate_inference(BATCH, [*empty, "--eval_task", "generate"]))
     with pytest.raises(UserError, match="--max_samples: must be at least 1"):
-        translate_inference(BATCH, [*empty, "--max_samples", "0"]).check()
+        announce(translate_inference(BATCH, [*empty, "--max_samples", "0"]))
     with pytest.raises(UserError, match=r"--output_path .*: it is a folder; name a file"):
         run_batch(translate_inference(BATCH, [*line, "--output_path", str(tmp_path)]))
     with pytest.raises(UserError, match=r"--output_path .*: cannot be written to"):

@@ -1,8 +1,10 @@
-"""Texts of `rlhfless explain`."""
+"""How a command line is read, for the user: before a run, and in `rlhfless explain`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+
+import yaml
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf import molt
@@ -10,7 +12,8 @@ from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.flag_table import RULES, rule_of
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, all_flags, flags_of, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
-from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, Outcome, block, recipe_lines
+from rlhfless_ray.compat.openrlhf.normalise import shown
+from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, CommandTranslation, Outcome
 from rlhfless_ray.compat.openrlhf.resources import slots_of
 from rlhfless_ray.compat.openrlhf.rules import KINDS, Kind
 from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES
@@ -18,53 +21,48 @@ from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RU
 from rlhfless_ray.compat.openrlhf.translate import Translation
 
 
-def explanation(translation: Translation) -> str:
-    """Describe the dialect, the slots, the outcomes of all flags, and the recipe."""
-    slots = slots_of(translation)
-    lines = [
-        f"dialect     {describe_dialect(translation)}",
-        f"slots       at least {slots.at_least}, at most {slots.at_most} at once",
-        f"honoured    {len(translation.with_status(HONOURED))} of {len(translation.flags)} flags: "
-        + (" ".join(outcome.flag for outcome in translation.with_status(HONOURED)) or "none"),
-    ]
-    lines += block("hints", [f"{_as_given(translation, outcome.flag)}: {outcome.why}" for outcome in translation.with_status(HINT)])
-    idle = translation.with_status(NO_EFFECT)
-    if idle:
-        lines.append(f"no effect   {' '.join(outcome.flag for outcome in idle)}")
-    if translation.own:
-        lines.append("our own     " + ", ".join(f"{key} = {value}" for key, value in translation.own.items()))
-    lines += block("notes", translation.notes)
-    lines += block("refused", [f"{flags}: {why}" for flags, why in _grouped(translation.refused)])
-    lines += recipe_lines(translation.tree, bool(translation.refused))
-    return "\n".join(lines)
+def announce(translation: CommandTranslation) -> None:
+    """Print in a few lines how the command line is read, before a run starts. Raises UserError if the command cannot run."""
+    if wrong := translation.refusal() or translation.problem():
+        raise wrong
+    for line in summary(translation):
+        print(f"[rlhfless] {line}", flush=True)
 
 
-def summary(translation: Translation) -> list[str]:
-    """Describe the command line in a few lines, before a run starts."""
-    lines = [f"command line of OpenRLHF {describe_dialect(translation)}"]
+def summary(translation: CommandTranslation) -> list[str]:
+    lines = [f"command line of {'OpenRLHF ' if translation.launcher == LAUNCHER else ''}{_dialect(translation)}"]
     lines += [f"{flags} read as: {why}" for flags, why in _grouped(translation.with_status(HINT))]
-    idle = translation.with_status(NO_EFFECT)
-    if idle:
+    if idle := translation.with_status(NO_EFFECT):
         lines.append(f"no effect here: {' '.join(outcome.flag for outcome in idle)}")
     return lines + translation.notes
 
 
-def describe_dialect(translation: Translation) -> str:
-    line = translation.line
-    if line.mixed:
-        return f"{line.version}, mixed with flags of other versions: {' '.join(spec.flag for spec in line.foreign)}"
-    others = [version for version in line.accepted_by if version != line.version]
-    return line.version + (f" ({_ranges(others)} accept it too)" if others else "")
+def explanation(translation: CommandTranslation) -> str:
+    """Describe the dialect, the slots if they depend on the flags, the outcomes of all flags, and the recipe."""
+    honoured = [outcome.flag for outcome in translation.with_status(HONOURED)]
+    lines = [f"dialect     {_dialect(translation)}"]
+    if isinstance(translation, Translation):
+        slots = slots_of(translation)
+        lines.append(f"slots       at least {slots.at_least}, at most {slots.at_most} at once")
+    lines.append(f"honoured    {len(honoured)} of {len(translation.flags)} flags: {' '.join(honoured) or 'none'}")
+    hints = [(_as_given(translation, outcome.flag), outcome.why) for outcome in translation.with_status(HINT)]
+    reasons = {"hints": hints, "no effect": _grouped(translation.with_status(NO_EFFECT)), "refused": _grouped(translation.refused)}
+    blocks = {title: [f"{flags}: {why}" for flags, why in found] for title, found in reasons.items()}
+    blocks |= {"our own": [f"{key} = {value}" for key, value in translation.own.items()], "notes": translation.notes}
+    for title in ("hints", "no effect", "our own", "notes", "refused"):
+        lines += [f"{title if not index else '':<12}{entry}" for index, entry in enumerate(blocks[title])]
+    lines.append("recipe" + (" (without the refused flags)" if translation.refused else ""))
+    text = yaml.safe_dump(translation.tree, sort_keys=False, allow_unicode=True)
+    return "\n".join([*lines, *("  " + line for line in text.splitlines())])
 
 
-def as_data(translation: Translation) -> JsonObject:
+def as_data(translation: CommandTranslation) -> JsonObject:
     """Return the explanation as JSON types."""
-    slots = slots_of(translation)
     return {
-        "dialect": translation.line.version,
+        "dialect": translation.version,
         "accepted_by": translation.line.accepted_by,
         "mixed": [spec.flag for spec in translation.line.foreign],
-        "slots": slots._asdict(),
+        **({"slots": slots_of(translation)._asdict()} if isinstance(translation, Translation) else {}),
         "flags": [outcome._asdict() for outcome in translation.flags],
         "refused": [{"flag": o.flag, "why": o.why} for o in translation.refused],
         "notes": translation.notes,
@@ -72,11 +70,19 @@ def as_data(translation: Translation) -> JsonObject:
     }
 
 
-def _as_given(translation: Translation, flag: str) -> str:
+def _dialect(translation: CommandTranslation) -> str:
+    """Return the version, after the launcher unless it is PPO's, and what is known of other versions."""
+    line = translation.line
+    version = line.version if translation.launcher == LAUNCHER else f"{translation.launcher} of OpenRLHF {line.version}"
+    if line.mixed:
+        return f"{version}, mixed with flags of other versions: {' '.join(spec.flag for spec in line.foreign)}"
+    others = [other for other in line.accepted_by if other != line.version]
+    return version + (f" ({_ranges(others)} accept it too)" if others else "")
+
+
+def _as_given(translation: CommandTranslation, flag: str) -> str:
     value = translation.line.given.get(flag)
-    if value is True:
-        return flag
-    return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    return flag if value is True else f"{flag} {shown(value)}"
 
 
 def _grouped(outcomes: Iterable[Outcome]) -> list[tuple[str, str]]:

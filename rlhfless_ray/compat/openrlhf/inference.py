@@ -39,9 +39,9 @@ def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTransl
     """Translate a command line. Raises UserError if no version accepts it."""
     theirs, ours, wanted = separate(tokens)
     line = read_line(launcher, theirs, wanted)
-    version, given = line.version, line.given
-    values = defaults(launcher, version) | {flag[2:]: value for flag, value in given.items()}
-    translation = InferenceTranslation(launcher, version)
+    given = line.given
+    values = defaults(launcher, line.version) | {flag[2:]: value for flag, value in given.items()}
+    translation = InferenceTranslation(launcher=launcher, line=line)
     for rule in RULES[launcher]:
         if rule.name in values:
             translation.apply(rule, f"--{rule.name}", values, f"--{rule.name}" in given)

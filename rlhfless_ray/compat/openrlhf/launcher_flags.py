@@ -14,7 +14,7 @@ from rlhfless_ray.compat.openrlhf.dialect import CommandLine, Unreadable, read
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_settings
 from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE, Settings, shares_of
 from rlhfless_ray.compat.openrlhf.flags import flags_of, nearest_spec
-from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome, block, recipe_lines
+from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import names
 from rlhfless_ray.compat.openrlhf.rules import Rule
 from rlhfless_ray.recipe.mistakes import known_keys
@@ -53,20 +53,8 @@ def shares_for(sets: str) -> Callable[[str | None, Values], str]:
 class LauncherTranslation(CommandTranslation):
     """A command line as settings."""
 
-    launcher: str
-    version: str
     owners: dict[str, str] = field(default_factory=dict)
     """Recipe key → the flag that decides it, as the dialect spells it."""
-    own: JsonObject = field(default_factory=dict)
-    """Recipe key → its value by --elastic.SECTION.FIELD."""
-
-    def check(self) -> None:
-        """Print notes for the user before the start. Raises UserError if the command cannot run."""
-        if wrong := self.refusal() or self.problem():
-            raise wrong
-        print(f"[rlhfless] command line of {self.launcher}, OpenRLHF {self.version}", flush=True)
-        for note in [*(f"{flag} read as: {why}" for flag, _, why in self.with_status(HINT)), *self.notes]:
-            print(f"[rlhfless] {note}", flush=True)
 
     def by_flag(self, error: UserError) -> UserError:
         named = [flag for key, flag in self.owners.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.[a-z])", str(error))]
@@ -94,28 +82,6 @@ class LauncherTranslation(CommandTranslation):
         """
         self.own = own_settings(ours, known_keys(model) if model is not None else [], self.owners, model)
         self.settings |= self.own
-
-    def as_data(self) -> JsonObject:
-        """Return the explanation as JSON types."""
-        return {"dialect": self.version, "flags": [outcome._asdict() for outcome in self.flags], "notes": self.notes, "recipe": self.tree}
-
-    def explanation(self) -> str:
-        """Describe the dialect, the outcomes of all flags, and the recipe, as `rlhfless explain` prints them."""
-        honoured = self.with_status(HONOURED)
-
-        def reasons(status: str) -> list[str]:
-            return [f"{outcome.flag}: {outcome.why}" for outcome in self.with_status(status)]
-
-        lines = [
-            f"dialect     {self.launcher} of OpenRLHF {self.version}",
-            f"honoured    {len(honoured)} of {len(self.flags)} flags: {' '.join(outcome.flag for outcome in honoured) or 'none'}",
-            *block("hints", reasons(HINT)),
-            *block("no effect", reasons(NO_EFFECT)),
-            *block("notes", self.notes),
-            *block("refused", reasons(REFUSED)),
-            *recipe_lines(self.tree, bool(self.refused)),
-        ]
-        return "\n".join(lines)
 
 
 def _outcome(rule: Rule[Values], settings: Settings, idle: str, v: Values) -> tuple[str, str]:

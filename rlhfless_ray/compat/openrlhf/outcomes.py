@@ -1,4 +1,4 @@
-"""What translations of all launchers share: outcomes of flags, errors that name flags, and parts of an explanation."""
+"""What translations of all launchers share: outcomes of flags, and errors that name flags."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import yaml
-
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.compat.openrlhf.dialect import CommandLine
 from rlhfless_ray.compat.openrlhf.elastic_flags import CHANGED, PREVIOUS, RESUME
+from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 
 if TYPE_CHECKING:
@@ -33,11 +33,20 @@ class Outcome(NamedTuple):
 class CommandTranslation(ABC):
     """A command line as settings of a recipe."""
 
+    launcher: str = LAUNCHER
+    line: CommandLine
     settings: JsonObject = field(default_factory=dict)
     """Dotted recipe key → value."""
     flags: list[Outcome] = field(default_factory=list)
     """Outcomes of the command line's flags. Launchers other than PPO's have refused defaults here too."""
     notes: list[str] = field(default_factory=list)
+    own: JsonObject = field(default_factory=dict)
+    """Settings from --elastic.* and --prefix.*, which are also in `settings`."""
+
+    @property
+    def version(self) -> str:
+        """The dialect."""
+        return self.line.version
 
     @property
     def tree(self) -> JsonObject:
@@ -80,14 +89,3 @@ class CommandTranslation(ABC):
         except UserError as error:
             text = str(error).replace("--resume=previous", f"{RESUME} {PREVIOUS}").replace("--resume-changed", f"{RESUME} {CHANGED}")
             raise self.by_flag(UserError(text)) from None
-
-
-def block(title: str, entries: list[str]) -> list[str]:
-    """Return lines of an explanation, with the title beside the first entry."""
-    return [f"{title if not index else '':<12}{entry}" for index, entry in enumerate(entries)]
-
-
-def recipe_lines(tree: JsonObject, refused: bool) -> list[str]:
-    """Return the recipe as the last lines of an explanation. `refused`: whether it lacks refused flags."""
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    return ["recipe" + (" (without the refused flags)" if refused else ""), *("  " + line for line in text.splitlines())]

@@ -85,7 +85,7 @@ def translate_supervised(
     if "min_lr_ratio" not in values and values["lr_scheduler"] in (None, "cosine_with_min_lr"):  # likewise
         settings["learner.min_rate_share"] = 0.1
     translation = SupervisedTranslation(
-        launcher, version, settings=settings, load_flag=spelled["ckpt.load_enable"], resumes=bool(values["ckpt.load_enable"])
+        launcher=launcher, line=line, settings=settings, load_flag=spelled["ckpt.load_enable"], resumes=bool(values["ckpt.load_enable"])
     )
     rules = {rule.name: rule for rule in RULES}
     for name, flag in spelled.items():

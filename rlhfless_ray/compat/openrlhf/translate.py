@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.checks import check
 from rlhfless_ray.compat.openrlhf.departures import departures
 from rlhfless_ray.compat.openrlhf.dialect import CommandLine, instead_of, read
@@ -32,12 +31,9 @@ RANK = (NO_EFFECT, HINT, HONOURED, REFUSED)  # a flag that decides several names
 
 @dataclass
 class Translation(CommandTranslation):
-    line: CommandLine
     values: Values
     missing: list[Outcome] = field(default_factory=list)
     """Refused defaults."""
-    own: JsonObject = field(default_factory=dict)
-    """Settings from --elastic.* and --prefix.*, which are also in `settings`."""
     secrets: dict[str, str] = field(default_factory=dict)
     """Environment variables of the run that must not be written into a recipe."""
 
@@ -80,7 +76,7 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     notes = check(values)
     about = [*_about_dialect(line), *other_defaults(line, values), *other_meanings(line, values)]
     own = own_settings(ours, recipe_keys(), owned_keys())
-    translation = Translation(line, values, own=own, notes=[*about, *notes, *departures(values, own)])
+    translation = Translation(values, line=line, own=own, notes=[*about, *notes, *departures(values, own)])
     outcomes = {rule.name: _apply_rule(rule, values, translation) for rule in RULES}
     for flag, decided in values.given.items():
         translation.flags.append(_combined(flag, [outcomes.get(name) or Outcome(flag, HONOURED) for name in decided]))
