@@ -97,8 +97,8 @@ def markers(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, 
     return trace | {"marker": {"symbol": symbol, "size": size, "color": colour}} | options
 
 
-def bars(xs: Sequence[object], ys: Sequence[object], name: str, colour: str, **options: object) -> Row:
-    """Return a trace of bars."""
+def bars(xs: Sequence[object], ys: Sequence[object], name: str, colour: str | Sequence[str], **options: object) -> Row:
+    """Return a trace of bars. `colour`: of all, or of each."""
     return {"type": "bar", "name": name, "x": list(xs), "y": list(ys), "marker": {"color": colour, "line": {"width": 0}}} | options
 
 

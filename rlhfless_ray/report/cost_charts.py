@@ -42,7 +42,7 @@ def cost(table: Mapping[str, Mapping[str, float]]) -> Chart | None:
             continue
         shown = [f"{activity}: {number(x)} slot-s, {100 * x / total:.1f}% of the full cost" for x in values]
         hover = {"customdata": shown, "hovertemplate": "%{customdata}<extra>%{y}</extra>", "orientation": "h", "showlegend": False}
-        data.append(bars([rounded(value) for value in values], names, activity, "", **hover) | {"marker": _style(activity, kinds)})
+        data.append(bars([rounded(value) for value in values], names, activity, "", **hover) | {"marker": _marker(activity, kinds)})
     layout = {
         "barmode": "stack", "hovermode": "closest", "xaxis": {"title": "slot-seconds", "nticks": 6},
         "yaxis": {"automargin": True, "ticksuffix": "  "}, "bargap": 0.35,
@@ -55,17 +55,15 @@ def cost(table: Mapping[str, Mapping[str, float]]) -> Chart | None:
     return Chart("cost", "Cost by kind and activity", note, data, layout, height=90 + 44 * len(kinds))
 
 
-def _style(activity: str, kinds: Sequence[str]) -> Row:
-    if activity == "idle":
-        return {"color": "@idle/0.6", "line": {"width": 0}}
+def _marker(activity: str, kinds: Sequence[str]) -> Row:
+    """Return the colours of an activity's bars, striped for starts."""
     colours = [f"@{kind}" if kind in KINDS else "@other" for kind in kinds]
-    if activity == "start":
-        pale = [colour + "/0.2" for colour in colours]
-        stripes = {"shape": "/", "size": 7, "solidity": 0.35, "fillmode": "replace", "fgopacity": 1}
-        pattern = {**stripes, "bgcolor": pale, "fgcolor": [colour + "/0.8" for colour in colours]}
-        return {"color": pale, "pattern": pattern, "line": {"width": 0}}
-    opacity = {"work": "", "transfer": "/0.55"}.get(activity, "/0.7")
-    return {"color": [colour + opacity for colour in colours], "line": {"width": 0}}
+    opacity = {"work": "", "transfer": "/0.55", "start": "/0.2"}.get(activity, "/0.7")
+    shown = {"color": "@idle/0.6" if activity == "idle" else [colour + opacity for colour in colours], "line": {"width": 0}}
+    if activity != "start":
+        return shown
+    stripes = {"shape": "/", "size": 7, "solidity": 0.35, "fillmode": "replace", "fgopacity": 1}
+    return {**shown, "pattern": {**stripes, "bgcolor": shown["color"], "fgcolor": [colour + "/0.8" for colour in colours]}}
 
 
 def phases(rows: Sequence[Row]) -> Chart | None:

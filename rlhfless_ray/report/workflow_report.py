@@ -24,13 +24,13 @@ class StageSection:
     name: str
     kind: str
     state: str
-    seconds: float
-    slot_s: float
-    money: float
-    cards: list[JsonObject]
-    charts: list[Chart]
-    table: list[list[str]]
-    link: str
+    seconds: float = 0.0
+    slot_s: float = 0.0
+    money: float = 0.0
+    cards: Sequence[JsonObject] = ()
+    charts: Sequence[Chart] = ()
+    table: Sequence[list[str]] = ()
+    link: str = ""
 
     @property
     def cells(self) -> list[str]:
@@ -59,22 +59,15 @@ def write_workflow_report(folder: Path, stages: Sequence[tuple[str, str]]) -> Pa
 
 def _stage(folder: Path, name: str, kind: str) -> StageSection:
     if not (folder / name).is_dir():
-        return StageSection(name, kind, "waiting", 0.0, 0.0, 0.0, [], [], [], "")
+        return StageSection(name, kind, "waiting")
     record = RunRecord.read(folder / name)
     last = record.metrics[-1] if record.metrics else {}
+    seconds = max([row["to_s"] for row in record.ledger], default=0.0)
+    slot_s, money = (finite(last.get(f"cost/total_{key}")) or 0.0 for key in ("full_slot_s", "money"))
     charts = [replace(chart, id=f"{name}-{chart.id}") for chart in learning_charts(record)[:SHOWN_CHARTS]]
-    return StageSection(
-        name,
-        kind,
-        str(record.status.get("status", "unknown")),
-        max([row["to_s"] for row in record.ledger], default=0.0),
-        finite(last.get("cost/total_full_slot_s")) or 0.0,
-        finite(last.get("cost/total_money")) or 0.0,
-        summary.cards(record)[:3],
-        charts,
-        [],
-        f"{name}/report.html" if (folder / name / "report.html").is_file() else "",
-    )
+    link = f"{name}/report.html" if (folder / name / "report.html").is_file() else ""
+    state = str(record.status.get("status", "unknown"))
+    return StageSection(name, kind, state, seconds, slot_s, money, summary.cards(record)[:3], charts, link=link)
 
 
 def _evaluation(folder: Path, name: str) -> StageSection:
@@ -92,4 +85,4 @@ def _evaluation(folder: Path, name: str) -> StageSection:
     seconds, slot_s, money = (sum(getattr(part, key) for part in parts) for key in ("seconds", "slot_s", "money"))
     states = [part.state for part in parts if part.state != "done"]  # all are done just before the result is written
     state = "done" if result else [*states, "running"][0] if parts else "waiting"
-    return StageSection(name, "evaluate", state, seconds, slot_s, money, [], [], rows if result else [], "")
+    return StageSection(name, "evaluate", state, seconds, slot_s, money, table=rows if result else [])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.report.charts import Chart, Row, line, rounded, smoothed, thin
+from rlhfless_ray.report.charts import Chart, Row, bars, line, rounded, smoothed, thin
 from rlhfless_ray.report.formatting import duration, finite, money, number, slot_time
 from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.report.report import write_page
@@ -96,11 +96,11 @@ def _bars(runs: Sequence[tuple[RunState, list[Row]]], key: str, title: str) -> C
     if not known:
         return None
     names = [run.name for _, run in known]
-    shown = {"type": "bar", "orientation": "h", "y": names, "hovertemplate": "%{x:.4~g}"}
+    hover = {"orientation": "h", "hovertemplate": "%{x:.4~g}"}
     colours = [f"@{COLOURS[i % len(COLOURS)]}" for i, _ in known]
-    data = [{**shown, "name": "in the sweep", "x": [rounded(getattr(run, key)) for _, run in known], "marker": {"color": colours}}]
+    data = [bars([rounded(getattr(run, key)) for _, run in known], names, "in the sweep", colours, **hover)]
     if any(run.alone.get(key) for _, run in known):
-        data.append({**shown, "name": "alone", "x": [run.alone.get(key) for _, run in known], "marker": {"color": "@idle/0.6"}})
+        data.append(bars([run.alone.get(key) for _, run in known], names, "alone", "@idle/0.6", **hover))
     unit = "slot-seconds" if key == "slot_s" else "seconds"
     layout = {"hovermode": "closest", "xaxis": {"title": unit}, "yaxis": {"automargin": True, "ticksuffix": "  "}, "bargap": 0.35}
     note = "As the run's ledger counts them, start-up and evaluations included." if key == "slot_s" else "From its start to its last step."
