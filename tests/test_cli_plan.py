@@ -260,7 +260,7 @@ def test_devices_are_joined_to_engines_of_every_width_and_none_is_used_twice(gro
         (("--seed", "-3", "--scenarios", "5"), "--seed: must be 0 or more, got -3"),
         (("--scenarios", 10**8), "--scenarios 100000000: with .* responses at most 10000"),
         (("--price", 0), "--price must be finite and above 0, got 0"),
-        (("--capacity", 0), "--capacity: must be at least 1 token, got 0"),
+        (("--capacity", 0), "--capacity: must be at least 1, got 0"),
         (("--pool", f"actors={10**23}"), "--actors: must be at most 1,000,000,000"),
         (("--pool", "speed=1e-320:0"), "together must be 1e-09 to"),
         (("--pool", "speed=1e300:1"), "together must be 1e-09 to"),

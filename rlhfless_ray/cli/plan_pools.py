@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from placement import Pool
 
 
+COUNTS = ("actors", "tensor_parallel", "capacity")
+KINDS: dict[str, type[int | float | str]] = {
+    **dict.fromkeys(COUNTS, int),
+    **dict.fromkeys(("price", "start", "preempt"), float),
+    **dict.fromkeys(("speed", "device", "model"), str),
+}
+"""Keys of --pool, with the types of their values."""
 MIN_STEP_S, MAX_STEP_S = 1e-9, 1e6
 MAX_COUNT = 10**9  # actors, devices, KV tokens
 ENGINE_MEMORY = 0.9  # share of a device's memory for an engine that is alone on it, vLLM's default
@@ -36,27 +43,16 @@ class PoolOptions:
 
     def other(self, text: str) -> PoolOptions:
         """Return a copy with the changes of `key=value,key=value`. Raises UserError for an unknown key or wrong type."""
-        kinds: dict[str, type] = {
-            "actors": int,
-            "speed": str,
-            "device": str,
-            "model": str,
-            "tensor_parallel": int,
-            "price": float,
-            "start": float,
-            "preempt": float,
-            "capacity": int,
-        }
         changes: JsonObject = {}
         for part in text.split(","):
             key, _, value = (piece.strip() for piece in part.partition("="))
             key = key.replace("-", "_")
-            if key not in kinds:
-                near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.4)
-                hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(kinds)}"
+            if key not in KINDS:
+                near = difflib.get_close_matches(key, KINDS, n=1, cutoff=0.4)
+                hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(KINDS)}"
                 raise UserError(f"--pool {text}: unknown `{key}`; {hint}")
             try:
-                changes[key] = kinds[key](value)
+                changes[key] = KINDS[key](value)
             except ValueError:
                 raise UserError(f"--pool {text}: `{key}` cannot be {value!r}") from None
         if "speed" in changes:  # because a comma separates the keys
@@ -70,23 +66,22 @@ class PoolOptions:
         """Return the pool. Raises UserError for an impossible value; `name` begins the message."""
         from placement import Pool, Speed
 
-        if self.actors is None or self.actors < 1:
-            raise UserError(f"{name}--actors: must be at least 1, got {self.actors}")
+        for what in COUNTS:
+            count, option = getattr(self, what), f"{name}--{what.replace('_', '-')}"
+            if count is None and what == "capacity":
+                continue
+            if count is None or count < 1:
+                raise UserError(f"{option}: must be at least 1, got {count}")
+            if count > MAX_COUNT:
+                raise UserError(f"{option}: must be at most {MAX_COUNT:,}")
         if (self.speed is None) == (self.device is None and self.model is None):
             raise UserError(f"{name}give an actor's speed: either --speed base,per_seq[,per_ctx], or --device and --model")
-        if self.tensor_parallel < 1:
-            raise UserError(f"{name}--tensor-parallel: must be at least 1, got {self.tensor_parallel}")
-        for what, option in (("actors", "--actors"), ("tensor_parallel", "--tensor-parallel"), ("capacity", "--capacity")):
-            if (getattr(self, what) or 0) > MAX_COUNT:
-                raise UserError(f"{name}{option}: must be at most {MAX_COUNT:,}")
         if not 0 < self.price < math.inf:
             raise UserError(f"{name}--price must be finite and above 0, got {self.price:g}")
-        if self.capacity is not None and self.capacity < 1:
-            raise UserError(f"{name}--capacity: must be at least 1 token, got {self.capacity}")
         for what in ("start", "preempt"):
             if not 0 <= getattr(self, what) < math.inf:
                 raise UserError(f"{name}--{what} must be finite and not negative, got {getattr(self, what):g}")
-        width, actors = self.tensor_parallel, self.actors
+        width, actors = self.tensor_parallel, self.actors or 0
         if self.speed is not None:
             try:
                 numbers = [float(part) for part in self.speed.split(",")]

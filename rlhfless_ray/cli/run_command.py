@@ -59,13 +59,14 @@ def submit(ctx: typer.Context) -> None:
 
 
 def _check_address(options: list[str]) -> None:
-    """Raise UserError if nothing listens at the address of the cluster, or asks for a token, on which `ray job submit` prints a traceback.
+    """Raise UserError if no server is at the address of the cluster, or one that asks for a token: `ray job submit` prints a traceback.
 
-    An address behind a proxy, or one that is no URL of a dashboard, is left to Ray.
+    An address behind a proxy, or one that is no URL of a dashboard, is left to Ray. So is another kind of server.
     """
-    import socket
+    from http.client import HTTPException
+    from urllib.error import HTTPError
     from urllib.parse import urlsplit
-    from urllib.request import getproxies
+    from urllib.request import getproxies, urlopen
 
     given = next((option.partition("=")[2] or following for option, following in pairwise([*options, ""]) if ADDRESS.match(option)), "")
     address = given or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "http://127.0.0.1:8265"
@@ -73,31 +74,21 @@ def _check_address(options: list[str]) -> None:
     if url.scheme not in ("http", "https") or not url.hostname or getproxies():
         return
     try:
-        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        where = "--address" if given else "--address (default)"
-        raise UserError(
-            f"{where} {address}: no cluster answers there ({one_line(error)}); give its dashboard's address, such as http://HEAD:8265"
-        ) from None
-    if os.environ.get(AUTH_MODE) != "token" and _asks_for_token(address):
-        raise UserError(
-            f"--address {address}: this cluster asks for a token; set {AUTH_MODE}=token, and if ~/.ray/auth_token does not hold its token, "
-            "put it into RAY_AUTH_TOKEN"
-        )
-
-
-def _asks_for_token(address: str) -> bool:
-    """Return whether the dashboard at a URL refuses requests without a token, as that of `ray start --head` does from Ray 2.60 on."""
-    from urllib.error import HTTPError
-    from urllib.request import urlopen
-
-    try:
         urlopen(f"{address.rstrip('/')}/api/version", timeout=CONNECT_S).close()
     except HTTPError as error:
-        return error.code == HTTPStatus.UNAUTHORIZED
-    except (OSError, ValueError):  # another kind of server, which Ray judges
-        return False
-    return False
+        if error.code == HTTPStatus.UNAUTHORIZED and os.environ.get(AUTH_MODE) != "token":
+            raise UserError(
+                f"--address {address}: this cluster asks for a token; set {AUTH_MODE}=token, and if ~/.ray/auth_token does not hold its "
+                "token, put it into RAY_AUTH_TOKEN"
+            ) from None
+    except HTTPException:
+        return
+    except (OSError, ValueError) as error:
+        where = "--address" if given else "--address (default)"
+        why = one_line(getattr(error, "reason", error))
+        raise UserError(
+            f"{where} {address}: no cluster answers there ({why}); give its dashboard's address, such as http://HEAD:8265"
+        ) from None
 
 
 def _check_flags(argv: list[str]) -> None:

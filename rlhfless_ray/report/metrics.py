@@ -98,8 +98,10 @@ class Metrics:
             return
         theirs = {"step": copied.get("step"), **renamed(copied)} if self._renames else copied
         for label in list(self._sinks):
-            row = theirs if label in RENAMED else copied
-            self._guard(label, lambda sink, row=row: sink.write(row))
+            self._send(label, theirs if label in RENAMED else copied)
+
+    def _send(self, label: str, row: JsonObject) -> None:
+        self._guard(label, lambda sink: sink.write(row))
 
     def _for_sinks(self, row: JsonObject) -> JsonObject:
         """Return the part of a row for other destinations; empty if there is none."""

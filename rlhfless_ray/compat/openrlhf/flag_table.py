@@ -8,29 +8,8 @@ from math import inf
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
+from rlhfless_ray.compat.openrlhf import idle_flags as idle
 from rlhfless_ray.compat.openrlhf.flag_semantics import ALL, NOT_HERE
-from rlhfless_ray.compat.openrlhf.idle_flags import (
-    no_checkpoints,
-    no_correction,
-    no_critic,
-    no_discount,
-    no_evaluation,
-    no_kl_target,
-    no_limited_checkpoints,
-    no_lora,
-    no_overlong_buffer,
-    no_reference,
-    no_reward_model,
-    no_run_name,
-    no_set,
-    no_value_head,
-    no_value_model,
-    no_wandb,
-    no_whitening,
-    off_for_set,
-    unless,
-    when,
-)
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, THRESHOLD, Values
 from rlhfless_ray.compat.openrlhf.rank_groups import divides, not_divided, not_sliced, slices
 from rlhfless_ray.compat.openrlhf.rules import Rule
@@ -116,7 +95,7 @@ def _optimizer_rows(model: str, section: str) -> list[Rule[Values]]:
     trains = model == "actor"
 
     def unused(v: Values) -> str:
-        return "" if trains else no_critic(v)
+        return "" if trains else idle.no_critic(v)
 
     def no_muon(v: Values) -> str:
         return unused(v) or ("" if v[f"{model}.optim"] == "muon" else f"the {model}'s optimizer is adam")
@@ -149,10 +128,10 @@ def _optimizer_rows(model: str, section: str) -> list[Rule[Values]]:
 
 RULES: tuple[Rule[Values], ...] = (
     # resources
-    *_size_rows("ref", "reference", no_reference, _slots_of_reference),
-    *_size_rows("reward", "reward", no_reward_model, lambda v: f"the reward model takes {v.slots('reward')} at most"),
+    *_size_rows("ref", "reference", idle.no_reference, _slots_of_reference),
+    *_size_rows("reward", "reward", idle.no_reward_model, lambda v: f"the reward model takes {v.slots('reward')} at most"),
     *_size_rows("actor", "learner", lambda v: "", _ranks_of_learner),
-    *_size_rows("critic", "critic", no_critic, lambda v: f"the critic takes {v.slots('critic')} at most"),
+    *_size_rows("critic", "critic", idle.no_critic, lambda v: f"the critic takes {v.slots('critic')} at most"),
     *[row(f"train.{name}", "hint", reading=SHARED) for name in ("colocate_actor_ref", "colocate_critic_reward", "colocate_all")],
     row("vllm.num_engines", "hint", "rollout.max_actors", when=lambda x, v: x, reading=_engines),
     row("vllm.tensor_parallel_size", "hint", "rollout.tensor_parallel", reading=_width),
@@ -164,12 +143,12 @@ RULES: tuple[Rule[Values], ...] = (
     row("vllm.gpu_memory_utilization", "hint", "rollout.gpu_memory_share", reading="share of a GPU's memory that one engine takes"),
     # importance correction
     row(LEVEL, "exact", CORRECTION_KEYS, m.correction),
-    row(MODE, "exact", CORRECTION_KEYS, m.correction, idle=no_correction),
-    row(GATING, "exact", CORRECTION_KEYS, m.correction, idle=no_correction),
-    row(THRESHOLD, "exact", CORRECTION_KEYS, m.correction, idle=no_correction),
+    row(MODE, "exact", CORRECTION_KEYS, m.correction, idle=idle.no_correction),
+    row(GATING, "exact", CORRECTION_KEYS, m.correction, idle=idle.no_correction),
+    row(THRESHOLD, "exact", CORRECTION_KEYS, m.correction, idle=idle.no_correction),
     # staleness
     row("train.async_enable", "cond", ASYNCHRONOUS, lag, when=lambda x, v: x),
-    row("train.async_queue_size", "cond", ASYNCHRONOUS, lag, idle=unless("train.async_enable", "training is synchronous")),
+    row("train.async_queue_size", "cond", ASYNCHRONOUS, lag, idle=idle.unless("train.async_enable", "training is synchronous")),
     row("train.partial_rollout_enable", "cond", ASYNCHRONOUS, lag, when=lambda x, v: x),
     # evaluation, checkpoints, logs
     row(
@@ -177,17 +156,19 @@ RULES: tuple[Rule[Values], ...] = (
         "exact",
         "evaluate.every_steps evaluate.prompts",
         lambda x, v: {"evaluate.every_steps": x} if v.evaluates else {"evaluate.prompts": 0},
-        idle=no_set,
+        idle=idle.no_set,
     ),
     row("ckpt.save_steps", "exact", "checkpoint.every_steps", when=lambda x, v: x > 0),
     row("logger.logging_steps", "exact", "watch.every_steps"),
-    row("ckpt.path", "exact", "checkpoint.path", idle=no_checkpoints),
-    row("ckpt.save_hf", "exact", "checkpoint.save_hf", idle=no_checkpoints),
-    row("ckpt.disable_ds", "exact", "checkpoint.resumable", value=lambda x, v: not x, idle=no_checkpoints),
-    row("ckpt.max_num", "exact", "checkpoint.keep", idle=no_limited_checkpoints),
-    row("ckpt.max_mem", "exact", "checkpoint.max_gib", value=lambda x, v: x if x < ALL else inf, idle=no_limited_checkpoints),
+    row("ckpt.path", "exact", "checkpoint.path", idle=idle.no_checkpoints),
+    row("ckpt.save_hf", "exact", "checkpoint.save_hf", idle=idle.no_checkpoints),
+    row("ckpt.disable_ds", "exact", "checkpoint.resumable", value=lambda x, v: not x, idle=idle.no_checkpoints),
+    row("ckpt.max_num", "exact", "checkpoint.keep", idle=idle.no_limited_checkpoints),
+    row("ckpt.max_mem", "exact", "checkpoint.max_gib", value=lambda x, v: x if x < ALL else inf, idle=idle.no_limited_checkpoints),
     row("ckpt.load_enable", "exact", "checkpoint.resume"),
-    row("ckpt.best_metric_key", "exact", "checkpoint.best_metric", value=lambda x, v: x if v.evaluates else "none", idle=no_evaluation),
+    row(
+        "ckpt.best_metric_key", "exact", "checkpoint.best_metric", value=lambda x, v: x if v.evaluates else "none", idle=idle.no_evaluation
+    ),
     row("ds.use_universal_ckpt", "noop", reading="a checkpoint holds weights by name and is read with any number of ranks"),
     row("local_rank", "noop", reading="Ray assigns ranks"),
     # the learner's memory and speed
@@ -196,7 +177,7 @@ RULES: tuple[Rule[Values], ...] = (
     row("ds.deepcompile", "noop", reading="speed only"),
     row("ds.param_dtype", "cond", "policy.dtype", m.param_dtype, reading=m.unknown_dtype),
     row("train.enable_ema", "exact", "ema.beta", value=lambda x, v: v["train.ema_beta"] if x else None),
-    row("train.ema_beta", "exact", "ema.beta", idle=unless("train.enable_ema", "no average is kept")),
+    row("train.ema_beta", "exact", "ema.beta", idle=idle.unless("train.enable_ema", "no average is kept")),
     row("ds.zpg", "noop", reading="speed only"),
     row("ds.adam_offload", "hint", "learner.optimizer_offload", reading=m.OFFLOADED),
     row("ds.attn_implementation", "hint", reading=_attention),
@@ -216,7 +197,7 @@ RULES: tuple[Rule[Values], ...] = (
         "train.max_tokens_per_gpu",
         "hint",
         "learner.micro_batch_tokens",
-        idle=unless("train.dynamic_batch_enable", "micro-batches are counted in samples"),
+        idle=idle.unless("train.dynamic_batch_enable", "micro-batches are counted in samples"),
         reading=m.BUDGET,
     ),
     row(
@@ -227,9 +208,9 @@ RULES: tuple[Rule[Values], ...] = (
     ),
     # adapters
     row("ds.lora.rank", "cond", "lora.rank"),
-    row("ds.lora.alpha", "cond", "lora.alpha", idle=no_lora),
-    row("ds.lora.target_modules", "cond", "lora.target_modules", value=lambda x, v: [x] if isinstance(x, str) else x, idle=no_lora),
-    row("ds.lora.dropout", "cond", "lora.dropout", idle=no_lora),
+    row("ds.lora.alpha", "cond", "lora.alpha", idle=idle.no_lora),
+    row("ds.lora.target_modules", "cond", "lora.target_modules", value=lambda x, v: [x] if isinstance(x, str) else x, idle=idle.no_lora),
+    row("ds.lora.dropout", "cond", "lora.dropout", idle=idle.no_lora),
     # steps and batches
     row("ckpt.output_dir", "exact", "save.path"),
     row("train.num_episodes", "exact", "run.episodes"),
@@ -241,44 +222,44 @@ RULES: tuple[Rule[Values], ...] = (
     row("rollout.max_new_tokens", "exact", "rollout.max_tokens rollout.max_total_tokens prompts.max_prompt_tokens", m.lengths),
     row("data.max_samples", "exact", "prompts.max_rows", value=lambda x, v: x if x < ALL else None),
     # the loss
-    row("actor.eps_clip", "exact", CLIP, clip, idle=when("actor.eps_clip_low_high", "eps_clip_low_high overrides it")),
+    row("actor.eps_clip", "exact", CLIP, clip, idle=idle.when("actor.eps_clip_low_high", "eps_clip_low_high overrides it")),
     row("actor.eps_clip_low_high", "exact", CLIP, clip),
     row("actor.dual_clip", "exact", "algorithm.loss.dual_clip"),
-    row("critic.value_clip", "exact", "critic.value_clip", idle=no_critic),
-    row("algo.advantage.lambd", "exact", "algorithm.advantage.lambd", idle=no_critic),
-    row("algo.advantage.gamma", "exact", "algorithm.advantage.gamma", idle=no_discount),
+    row("critic.value_clip", "exact", "critic.value_clip", idle=idle.no_critic),
+    row("algo.advantage.lambd", "exact", "algorithm.advantage.lambd", idle=idle.no_critic),
+    row("algo.advantage.gamma", "exact", "algorithm.advantage.gamma", idle=idle.no_discount),
     row(
         "train.micro_batch_size",
         "hint",
         "learner.micro_batch_tokens",
         value=lambda x, v: x * v["data.max_len"],
-        idle=when("train.dynamic_batch_enable", "micro-batches are counted in tokens"),
+        idle=idle.when("train.dynamic_batch_enable", "micro-batches are counted in tokens"),
         reading=m.BUDGET,
     ),
     row("train.batch_size", "exact", "algorithm.updates_per_step algorithm.batch_samples algorithm.remainder", m.optimizer_steps),
-    row("reward.normalize_enable", "exact", "reward.normalize critic.normalize", of_values("normalize"), idle=no_value_model),
+    row("reward.normalize_enable", "exact", "reward.normalize critic.normalize", of_values("normalize"), idle=idle.no_value_model),
     row("rollout.top_p", "exact", "rollout.top_p"),
     row("rollout.temperature", "exact", "rollout.temperature"),
     row("train.seed", "exact", "run.seed"),
     row("train.full_determinism_enable", "exact", "run.deterministic"),
     row("critic.freezing_steps", "exact", "critic.freeze_policy_steps", m.frozen_steps),
     row("rollout.n_samples_per_prompt", "exact", "rollout.samples_per_prompt"),
-    row("critic.save_value_network", "exact", "critic.save", idle=no_critic),
-    row("algo.kl.target", "exact", "algorithm.kl.target", idle=no_reference),
-    row("algo.kl.horizon", "exact", "algorithm.kl.horizon", idle=no_kl_target),
+    row("critic.save_value_network", "exact", "critic.save", idle=idle.no_critic),
+    row("algo.kl.target", "exact", "algorithm.kl.target", idle=idle.no_reference),
+    row("algo.kl.horizon", "exact", "algorithm.kl.horizon", idle=idle.no_kl_target),
     row("algo.kl.init_coef", "exact", "algorithm.kl.coefficient"),
     row("actor.policy_loss_type", "exact", "algorithm.loss.kind"),
     row("actor.loss_agg_mode", "exact", "algorithm.loss_mean algorithm.regularization_mean", m.loss_mean),
-    row("algo.kl.estimator", "exact", "algorithm.kl.estimator algorithm.kl.limit", m.kl_estimator, idle=no_reference),
-    row("algo.kl.unbiased_gradient", "exact", "algorithm.kl.unbiased_gradient", idle=no_reference),
+    row("algo.kl.estimator", "exact", "algorithm.kl.estimator algorithm.kl.limit", m.kl_estimator, idle=idle.no_reference),
+    row("algo.kl.unbiased_gradient", "exact", "algorithm.kl.unbiased_gradient", idle=idle.no_reference),
     row("actor.aux_loss_coef", "exact", "algorithm.loss.router_aux"),
     row("actor.entropy_coef", "exact", "algorithm.loss.entropy_coefficient"),
     row("reward.clip_range", "exact", "reward.clip_range"),
     *_optimizer_rows("actor", "learner"),
     *_optimizer_rows("critic", "critic"),
     row("algo.advantage.estimator", "exact", "algorithm.advantage.estimator algorithm.advantage.whiten", m.estimator),
-    row("algo.kl.use_loss", "exact", "algorithm.kl.place", value=lambda x, v: "loss" if x else "reward", idle=no_reference),
-    row("algo.advantage.no_std_norm", "exact", "algorithm.advantage.normalize_std", value=lambda x, v: not x, idle=no_whitening),
+    row("algo.kl.use_loss", "exact", "algorithm.kl.place", value=lambda x, v: "loss" if x else "reward", idle=idle.no_reference),
+    row("algo.advantage.no_std_norm", "exact", "algorithm.advantage.normalize_std", value=lambda x, v: not x, idle=idle.no_whitening),
     # rewards
     row(
         "reward.overlong_buffer_len",
@@ -286,24 +267,24 @@ RULES: tuple[Rule[Values], ...] = (
         "reward.overlong_buffer_tokens reward.overlong_limit_tokens reward.overlong_feedback",
         m.overlong,
     ),
-    row("reward.overlong_penalty_factor", "exact", "reward.overlong_penalty", idle=no_overlong_buffer),
+    row("reward.overlong_penalty_factor", "exact", "reward.overlong_penalty", idle=idle.no_overlong_buffer),
     row("reward.stop_properly_penalty_coef", "exact", "reward.stop_properly_penalty"),
     row("ds.ring_attn_size", "maybe", "learner.sequence_parallel critic.sequence_parallel", slices, reading=not_sliced),
     row("ds.ring_attn_head_stride", "noop", reading="speed only"),
     # models
     row("actor.model_name_or_path", "exact", "policy.path"),
-    row("reward.model_name_or_path", "exact", "reward.model_path", idle=no_reward_model),
+    row("reward.model_name_or_path", "exact", "reward.model_path", idle=idle.no_reward_model),
     row(
         "reward.remote_url",
         "exact",
         "reward.function reward.contract reward.url",
         m.reward_source,
-        idle=when("train.agent_func_path", "the agent supplies the rewards"),
+        idle=idle.when("train.agent_func_path", "the agent supplies the rewards"),
     ),
-    row("critic.model_name_or_path", "exact", "critic.path", idle=no_critic),
-    row("ds.value_head_prefix", "exact", "critic.value_head reward.value_head", of_values("value_head"), idle=no_value_head),
-    row("ref.offload", "hint", idle=no_reference, reading=PARKED),
-    row("reward.offload", "hint", idle=no_reward_model, reading=PARKED),
+    row("critic.model_name_or_path", "exact", "critic.path", idle=idle.no_critic),
+    row("ds.value_head_prefix", "exact", "critic.value_head reward.value_head", of_values("value_head"), idle=idle.no_value_head),
+    row("ref.offload", "hint", idle=idle.no_reference, reading=PARKED),
+    row("reward.offload", "hint", idle=idle.no_reward_model, reading=PARKED),
     row("train.agent_func_path", "exact", "agent.path agent.max_tokens", m.agent),
     # data
     row("data.prompt_dataset", "exact", "prompts.path prompts.paths", m.dataset("prompts")),
@@ -314,11 +295,11 @@ RULES: tuple[Rule[Values], ...] = (
         "exact",
         "evaluate.path evaluate.prompts evaluate.greedy",
         lambda x, v: {"evaluate.path": x, "evaluate.greedy": False} if v.evaluates else {"evaluate.prompts": 0},
-        idle=off_for_set,
+        idle=idle.off_for_set,
     ),
-    row("eval.split", "exact", "evaluate.split", idle=no_evaluation),
-    row("eval.temperature", "exact", "evaluate.temperature", idle=no_evaluation),
-    row("eval.n_samples_per_prompt", "exact", "evaluate.samples_per_prompt", idle=no_evaluation),
+    row("eval.split", "exact", "evaluate.split", idle=idle.no_evaluation),
+    row("eval.temperature", "exact", "evaluate.temperature", idle=idle.no_evaluation),
+    row("eval.n_samples_per_prompt", "exact", "evaluate.samples_per_prompt", idle=idle.no_evaluation),
     row("data.input_key", "exact", "prompts.prompt_column"),
     row("data.label_key", "exact", "prompts.answer_column", value=lambda x, v: x or ""),
     row(
@@ -326,16 +307,16 @@ RULES: tuple[Rule[Values], ...] = (
         "exact",
         "prompts.input_template",
         value=lambda x, v: x if x and "{}" in x and not v["data.apply_chat_template"] else None,
-        idle=when("data.apply_chat_template", "the chat template takes its place"),
+        idle=idle.when("data.apply_chat_template", "the chat template takes its place"),
     ),
     row("data.apply_chat_template", "exact", "prompts.template", value=lambda x, v: "chat" if x else "none"),
     # sinks
     row("logger.wandb.key", "exact", "watch.wandb", value=lambda x, v: "online" if x else "off"),
     *[
-        row(f"logger.wandb.{name}", "exact", key, idle=no_wandb)
+        row(f"logger.wandb.{name}", "exact", key, idle=idle.no_wandb)
         for name, key in [("org", "watch.wandb_entity"), ("group", "watch.wandb_group"), ("project", "watch.wandb_project")]
     ],
-    row("logger.wandb.run_name", "exact", "watch.run_name", idle=no_run_name),  # and the run folder's name, if the command gives one
+    row("logger.wandb.run_name", "exact", "watch.run_name", idle=idle.no_run_name),  # and the run folder's name, if the command gives one
     # filtering
     row(
         "algo.dynamic_filtering_enable",
@@ -347,7 +328,7 @@ RULES: tuple[Rule[Values], ...] = (
         "algo.dynamic_filtering_range",
         "exact",
         "algorithm.filter_range",
-        idle=unless("algo.dynamic_filtering_enable", "groups are not filtered"),
+        idle=idle.unless("algo.dynamic_filtering_enable", "groups are not filtered"),
     ),
     # images
     row("data.image_key", "error", reading=IMAGES),
