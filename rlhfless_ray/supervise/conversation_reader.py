@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, Lost, Turn, reads
+from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, Lost, Turn, cell_of, is_conversation, reads
 from rlhfless_ray.prompts.first_token import FirstToken
+from rlhfless_ray.prompts.read_rows import missing_column
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise import repeated_prompts
 from rlhfless_ray.supervise.trained_turns import is_flag, trained
@@ -49,6 +50,59 @@ class ConversationReader:
                 raise UserError("data.template: the tokenizer of policy.path has no chat template; set data.template to none")
             self.renderer = ChatRenderer(tokenizer, is_own=is_flag if self.has_flags else None, refuse_calls=self.data.contract == "own")
             self.cuts_first = self.first.template_writes_it(tokenizer)
+
+    def _cell(self, row: JsonObject, column: str, key: str) -> Any:
+        if column not in row:
+            raise UserError(f"{self.name}: {missing_column(row, column, f'data.{key}')}")
+        try:
+            value = cell_of(row, column) if key != "label_column" else row[column]
+        except ValueError as error:
+            raise UserError(f"{self.name}: {error}; fix or remove the row") from None
+        if isinstance(value, list) and not value and isinstance(row[column], str):
+            value = row[column]
+        turns = is_conversation(value)
+        if key != "label_column" and not (isinstance(value, str) or (turns and self.data.template == "chat")):
+            kind = (
+                "null" if value is None else "a list of turns" if turns else "empty" if value == [] else f"of type {type(value).__name__}"
+            )
+            need = "a string or a list of turns" if self.data.template == "chat" else "a string"
+            hint = "; set data.template to chat" if turns else "; fix the row or the column's name"
+            raise UserError(f"{self.name}: column `{column}` is {kind}, not {need}{hint}")
+        return value
+
+    def _turns(self, row: JsonObject) -> list[Turn]:
+        """Return the whole conversation of a row."""
+        data = self.data
+        prompt = self._cell(row, data.prompt_column, "prompt_column") if data.prompt_column else None
+        has_response = bool(data.response_column) and data.response_column in row
+        response = self._cell(row, data.response_column, "response_column") if has_response else None
+        return self._split(prompt, response, data.response_column if has_response else data.prompt_column)[0]
+
+    def _texts(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
+        """Return the text before the trained text, and the trained text."""
+        if self.data.template == "chat":
+            turns, first = self._split(prompt, response, column)
+            return self._chat_texts(turns, first, column, is_one=prompt is None or response is None)
+        own_texts = self.task == "rm" or (self.task == "dpo" and self.data.contract == "openrlhf")
+        whole = self.data.train_on == "all" or (own_texts and prompt is None)
+        if prompt is not None and response is not None:
+            response = self._without_prompt(prompt, response)
+            if self.first.begins(response) and (self.cuts_first or self.first.begins(prompt)):
+                response = self._without_first(response, always=True)
+        if prompt is not None and self.data.input_template is not None:
+            prompt = self.data.input_template.format(self._without_first(prompt))
+        if prompt is None or response is None:
+            if not whole:
+                missing = "prompt" if prompt is None else "response"
+                other = ", or data.train_on to all" if self.task in ("sft", "kd") else ""
+                raise UserError(f"{self.name}: there is no {missing} beside column `{column}`; set data.{missing}_column{other}")
+            return "", prompt or response
+        return ("", prompt + response) if whole else (prompt, response)
+
+    def _until_end(self, text: str) -> str:
+        """Return a rendered conversation without blanks after its end-of-sequence token, with which a rollout ends."""
+        head, end, rest = text.rpartition(self.tokenizer.eos_token)
+        return head + end if end and not rest.strip() else text
 
     def _split(self, prompt: object, response: object, column: str) -> tuple[list[Turn], int]:
         """Return the turns of a conversation, and the number of those before the response."""

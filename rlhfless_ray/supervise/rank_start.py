@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import RowOrder
 
@@ -28,7 +29,7 @@ class RankStart:
     data: Any  # reference to list[Examples] in the object store
     model: Any  # Path, or reference to Files in the object store
     others: Any  # reference to Files in the object store, or None
-    sizes: Mapping[str, Any]
+    sizes: JsonObject
     second: Path | None
     reward_tokens: list[int] | None
     storage: Path  # folder of the checkpoints

@@ -11,17 +11,16 @@ import numpy as np
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.prompts.conversations import RowCounts, Turn, cell_of, is_conversation
-from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
+from rlhfless_ray.prompts.conversations import Turn
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, tools_of
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise import repeated_prompts
 from rlhfless_ray.supervise.conversation_reader import ConversationReader, LeftOut
 from rlhfless_ray.supervise.examples import Example, Examples
+from rlhfless_ray.supervise.row_notes import RowNotes, unread_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-NAMED = 5  # number of rows that a note names
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,7 @@ class RowReader(ConversationReader):
         super().__init__(recipe, tokenizer)
         self.context_tokens = context_tokens
         self.notes: tuple[str, ...] = ()  # messages about the data sets, for those about rows to follow
-        self.left_out: list[str] = []
-        self.cut: list[str] = []
-        self.same: list[str] = []
-        self.counts: dict[str, RowCounts] = {}  # by what `said` names
-        self.rows = 0  # that are counted
+        self.noted = RowNotes()
         self.reward_tokens: list[int] = []
         further = int(self.task in WITH_NEXT)  # token of a sequence, which data.max_tokens counts and OpenRLHF's limit does not
         self.limit = self.data.max_tokens - (further if self.data.contract == "own" else 0)
@@ -61,23 +56,24 @@ class RowReader(ConversationReader):
             self.reward_tokens = [self._single(token, "data.reward_tokens") for token in self.data.reward_tokens or []]
 
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
-        examples, same_before, cut_before = [], len(self.same), len(self.cut)
+        noted = self.noted
+        examples, same_before, cut_before = [], len(noted.same), len(noted.cut)
         self.repeats = self._texts_repeat(rows, where)
         for name, row in rows:
-            self.name, self.row, cut = f"{where}, {name}", name, len(self.cut)
+            self.name, self.row, cut = f"{where}, {name}", name, len(noted.cut)
             self.lost, self.said, self.head = None, [], ""
             try:
                 examples.append(self._row(row))
                 self._count(name, row)
-                self.cut[cut + 1 :] = []  # both sides of a pair, which is one row
+                noted.cut[cut + 1 :] = []  # both sides of a pair, which is one row
             except LeftOut:
-                self.cut[cut:] = []
-                self.left_out.append(name)
+                noted.cut[cut:] = []
+                noted.left_out.append(name)
         if rows and not examples:
             raise UserError(f"{where}: all {len(rows)} rows are too long or empty and are left out; raise data.max_tokens")
-        if rows and len(self.same) - same_before == len(rows):
+        if rows and len(noted.same) - same_before == len(rows):
             columns = f"`{self.data.chosen_column}` and `{self.data.rejected_column}`"
-            if len(self.cut) > cut_before:
+            if len(noted.cut) > cut_before:
                 raise UserError(
                     f"{where}: {columns} are the same in all {len(rows)} rows once they are cut at {self.limit} tokens; raise "
                     "data.max_tokens"
@@ -101,44 +97,14 @@ class RowReader(ConversationReader):
 
     def row_notes(self) -> tuple[str, ...]:
         """Return messages for the user about all rows that were read."""
-        longer = f"of more than {self.limit} tokens (data.max_tokens) are"
-        return (
-            tuple(
-                f"{len(names)} rows {what}: {', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"
-                for names, what in (
-                    (self.left_out, f"{longer} left out: they are too long or have no response"),
-                    (self.cut, f"{longer} cut at their end"),
-                    (self.same, f"have the same `{self.data.chosen_column}` and `{self.data.rejected_column}`, which teach no preference"),
-                    (
-                        self.sliced,
-                        "are sliced as in OpenRLHF, because the chat template renders their prompt differently without a response; the "
-                        "response is the rendered text beyond the length of that prompt",
-                    ),
-                )
-                if names
-            )
-            + (self.renderer.notes if self.renderer else ())
-            + tuple(f"{what}: {counts.shown(self.rows)}" for what, counts in self.counts.items())
-        )
+        rendered = self.renderer.notes if self.renderer else ()
+        return self.noted.of_rows(self.data, self.limit, self.sliced) + rendered + self.noted.counted()
 
     def _count(self, name: str, row: JsonObject) -> None:
         """Count what a row says and how it was taken, and what nobody reads of it."""
         if self.renderer and self.lost:
             self.renderer.count(self.lost, name)
-        if not self.data.task:
-            data, chat = self.data, self.data.template == "chat"
-            read = {data.prompt_column, data.tools_column if chat else ""}
-            read |= {data.chosen_column, data.rejected_column} if self.task in PAIRED else set()
-            read |= {data.response_column} if self.task in ("sft", "kto", "kd") else set()
-            read |= {data.margin_column} if self.task == "rm" else {data.label_column} if self.task in ("kto", "prm") else set()
-            unread = [column for column, cell in row.items() if column not in read and cell not in (None, "", [], {})]
-            self.said += [("columns that nothing reads", column) for column in unread]
-        self._count_said(name)
-
-    def _count_said(self, name: str) -> None:
-        self.rows += 1
-        for what, found in dict.fromkeys(self.said):
-            self.counts.setdefault(what, RowCounts()).count([found], name)
+        self.noted.count([*self.said, *unread_columns(self.data, self.task, row)], name)
 
     def _texts_repeat(self, rows: Sequence[NamedRow], where: str) -> bool:
         """Return whether the responses of this data set are texts that repeat their prompts."""
@@ -166,7 +132,7 @@ class RowReader(ConversationReader):
         """Return the prompt as a model sees it, and count what was taken otherwise than it says."""
         self.name, self.said = name, []
         text = self._prompt_text(row)
-        self._count_said(name)
+        self.noted.count(self.said, name)
         return text
 
     def _prompt_text(self, row: JsonObject) -> str:
@@ -219,7 +185,7 @@ class RowReader(ConversationReader):
                         f"{self.name}: `{data.chosen_column}` and `{data.rejected_column}` are the same, so there is nothing to prefer; "
                         "remove the row"
                     )
-                self.same.append(self.row)
+                self.noted.same.append(self.row)
             margin = row.get(data.margin_column) or 0.0 if self.task == "rm" else 0.0
             if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not math.isfinite(margin):
                 raise UserError(f"{self.name}: the margin in column `{data.margin_column}` is {margin!r}, not a number; fix the row")
@@ -260,25 +226,6 @@ class RowReader(ConversationReader):
         response = self._cell(row, column, "chosen_column" if column == self.data.chosen_column else "rejected_column")
         return self._sequence(prompt, response, column)
 
-    def _cell(self, row: JsonObject, column: str, key: str) -> Any:
-        if column not in row:
-            raise UserError(f"{self.name}: {missing_column(row, column, f'data.{key}')}")
-        try:
-            value = cell_of(row, column) if key != "label_column" else row[column]
-        except ValueError as error:
-            raise UserError(f"{self.name}: {error}; fix or remove the row") from None
-        if isinstance(value, list) and not value and isinstance(row[column], str):
-            value = row[column]
-        turns = is_conversation(value)
-        if key != "label_column" and not (isinstance(value, str) or (turns and self.data.template == "chat")):
-            kind = (
-                "null" if value is None else "a list of turns" if turns else "empty" if value == [] else f"of type {type(value).__name__}"
-            )
-            need = "a string or a list of turns" if self.data.template == "chat" else "a string"
-            hint = "; set data.template to chat" if turns else "; fix the row or the column's name"
-            raise UserError(f"{self.name}: column `{column}` is {kind}, not {need}{hint}")
-        return value
-
     def _sequence(self, prompt: object, response: object, column: str) -> Example:
         """Return one sequence. Without a prompt or without a response the other is the whole text or conversation."""
         if self.data.template == "chat":
@@ -306,32 +253,6 @@ class RowReader(ConversationReader):
         head, tail = self.first.put(self.ids(self.first.ready(before))), self.ids(after)
         return self._limited([*head, *tail, *self._end(tail)], len(head))
 
-    def _texts(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
-        """Return the text before the trained text, and the trained text."""
-        if self.data.template == "chat":
-            turns, first = self._split(prompt, response, column)
-            return self._chat_texts(turns, first, column, is_one=prompt is None or response is None)
-        own_texts = self.task == "rm" or (self.task == "dpo" and self.data.contract == "openrlhf")
-        whole = self.data.train_on == "all" or (own_texts and prompt is None)
-        if prompt is not None and response is not None:
-            response = self._without_prompt(prompt, response)
-            if self.first.begins(response) and (self.cuts_first or self.first.begins(prompt)):
-                response = self._without_first(response, always=True)
-        if prompt is not None and self.data.input_template is not None:
-            prompt = self.data.input_template.format(self._without_first(prompt))
-        if prompt is None or response is None:
-            if not whole:
-                missing = "prompt" if prompt is None else "response"
-                other = ", or data.train_on to all" if self.task in ("sft", "kd") else ""
-                raise UserError(f"{self.name}: there is no {missing} beside column `{column}`; set data.{missing}_column{other}")
-            return "", prompt or response
-        return ("", prompt + response) if whole else (prompt, response)
-
-    def _until_end(self, text: str) -> str:
-        """Return a rendered conversation without blanks after its end-of-sequence token, with which a rollout ends."""
-        head, end, rest = text.rpartition(self.tokenizer.eos_token)
-        return head + end if end and not rest.strip() else text
-
     def _end(self, tail: list[int]) -> list[int]:
         """Return the end-of-sequence token, or nothing if the text ends with it or is trained as part of a longer text."""
         eos = self.tokenizer.eos_token_id
@@ -348,7 +269,7 @@ class RowReader(ConversationReader):
                 )
             if self.data.overlong == "leave_out":
                 raise LeftOut
-            self.cut.append(self.row)
+            self.noted.cut.append(self.row)
             tokens = tokens[:limit]
             mask = None if mask is None else mask[:limit]
         context = max(1, context)
@@ -382,7 +303,7 @@ class RowReader(ConversationReader):
     def _cut(self, tokens: list[int]) -> list[int]:
         """Cut tokens at the limit as OpenRLHF does. The last one is the end-of-sequence token in any case."""
         if len(tokens) > self.limit:
-            self.cut.append(self.row)
+            self.noted.cut.append(self.row)
         return [*tokens[: self.limit][:-1], self.tokenizer.eos_token_id]
 
     def _steps(self, row: JsonObject) -> Example:
@@ -401,7 +322,7 @@ class RowReader(ConversationReader):
             raise UserError(f"{self.name}: column `{data.label_column}` has {labelled} for {steps} steps; give each step a label")
         values = [self._label(label) for label in labels]
         if data.contract == "openrlhf" and len(tokens) > self.limit:
-            self.cut.append(self.row)
+            self.noted.cut.append(self.row)
             tokens = tokens[: self.limit]
         example = self._limited(tokens, 1, np.array(tokens) == self.placeholder)
         assert example.mask is not None
@@ -434,14 +355,6 @@ class RowReader(ConversationReader):
         return ids[0]
 
     # ---- turns --------------------------------------------------------------------------------------------------------
-
-    def _turns(self, row: JsonObject) -> list[Turn]:
-        """Return the whole conversation of a row."""
-        data = self.data
-        prompt = self._cell(row, data.prompt_column, "prompt_column") if data.prompt_column else None
-        has_response = bool(data.response_column) and data.response_column in row
-        response = self._cell(row, data.response_column, "response_column") if has_response else None
-        return self._split(prompt, response, data.response_column if has_response else data.prompt_column)[0]
 
     def _every_turn(self, turns: list[Turn]) -> Example:
         whole = self._whole(turns)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import platform
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhfless_ray.common.deadlines import POLL_S, STOP
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.common.json_types import JsonObject
@@ -48,7 +46,6 @@ from rlhfless_ray.supervise.find_checkpoints import (
 )
 from rlhfless_ray.supervise.load_rows import check_vocabulary, end_note, load_rows
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
-from rlhfless_ray.supervise.rank_run import RankRun, RanksFailed
 from rlhfless_ray.supervise.row_reader import SupervisedRows
 from rlhfless_ray.weights.load_policy import (
     check_classifier,
@@ -71,9 +68,6 @@ if TYPE_CHECKING:
 
     from rlhfless_ray.functions.slot_source import SlotSource
     from rlhfless_ray.supervise.leased_ranks import LeasedRanks
-    from rlhfless_ray.supervise.rank_start import RankStart
-
-STOP_S = 60.0  # time for the ranks to finish their step and save after Ctrl-C
 
 
 def run_supervised(recipe: SupervisedRecipe, *, resume: bool | Literal["previous"] = False, resume_changed: bool = False) -> RunFolder:
@@ -287,13 +281,11 @@ class SupervisedStage:
         return self.recipe.learner.max_slots_per_rank if resource == "cpu" else 1
 
     def _train(self, resource: str) -> None:
-        """Run the ranks in Ray Train, and record what they tell.
-
-        They start again after a loss, and in another number if there are more slots or other runs want some.
-        """
+        """Run the ranks in Ray Train, and record what they tell."""
         import ray
 
         from rlhfless_ray.supervise.rank_start import RankStart
+        from rlhfless_ray.supervise.trained_ranks import TrainedRanks
 
         remove_torn(self.storage)
         self.recorder.open(steps_saved(self.storage))
@@ -312,65 +304,7 @@ class SupervisedStage:
             device=resource,
             threads=self._threads(resource),
         )
-        losses = 0
-        while True:
-            self.progress.phase("waiting for slots")
-            try:
-                nodes = self.slots.take()
-                changes = self._run_ranks(replace(start, devices=self.slots.devices), nodes)
-                if not changes or self.recorder.done == self.recipe.run.steps:
-                    return
-            except RanksFailed as error:
-                losses += 1
-                if losses > self.recipe.run.max_restarts:
-                    raise
-                self.recorder.note_loss(f"the ranks start again from the last checkpoint: {error}")
-            finally:
-                self.slots.release()
-
-    def _run_ranks(self, start: RankStart, nodes: list[str]) -> bool:
-        """Run the ranks once, and record what they tell until they have ended. Raises what ended them.
-
-        `nodes`: see `RankRun`. Returns whether they ended in order to start again in another number.
-        """
-        self.recorder.begin_ranks()
-        ranks = RankRun(start, nodes, self.cluster.private)
-        try:
-            stopped, changes = self._watch_ranks(ranks)
-        except BaseException:
-            ranks.kill()  # their slots are released next
-            raise
-        ranks.close()
-        if stopped is not None and self.recorder.done < (self.recipe.run.steps or 0):
-            stopped.resumable = steps_saved(self.storage) is not None
-            raise stopped
-        ranks.raise_failure(self.storage)
-        return changes
-
-    def _watch_ranks(self, ranks: RankRun) -> tuple[Stopped | None, bool]:
-        """Record what the ranks tell until they have ended. Returns who stopped them, and whether they start again in another number."""
-        stopped: Stopped | None = None
-        stopped_s, changes = 0.0, False
-        while True:
-            has_ended = not ranks.is_alive
-            for kind, content in ranks.take_reports():
-                self.recorder.record(kind, content)
-            if has_ended:
-                return stopped, changes
-            if stopped is None and STOP.number is not None:
-                stopped, stopped_s = Stopped(STOP.number), time.monotonic()
-                self.progress.message("stopping once this step is finished and saved; press Ctrl-C again to stop now")
-                ranks.stop()
-                STOP.acknowledge()
-            elif stopped is not None:
-                if STOP.number is not None or time.monotonic() - stopped_s > STOP_S:
-                    raise stopped
-            elif self.recorder.opened and not changes and (reason := self.slots.change()):
-                self.progress.message(reason)
-                ranks.stop()
-                changes = True
-            self.recorder.check_deadline()
-            time.sleep(POLL_S)
+        TrainedRanks(start, self.slots, self.recorder, self.cluster.private).run()
 
     # ---- the end ------------------------------------------------------------------------------------------------------
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
 
 from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.run_supervised import SupervisedStage
+from rlhfless_ray.supervise.trained_ranks import TrainedRanks
 
 
-class LogicalGpuStage(SupervisedStage):
-    def _run_ranks(self, start: Any, nodes: Any) -> bool:
-        return super()._run_ranks(replace(start, device="cpu"), nodes)
+class OnCores(TrainedRanks):
+    def _run_once(self, nodes: list[str]) -> bool:
+        self.start = replace(self.start, device="cpu")
+        return super()._run_once(nodes)
 
 
 if __name__ == "__main__":
-    guarded(lambda: LogicalGpuStage(SupervisedRecipe.load(sys.argv[1])).run())
+    import rlhfless_ray.supervise.trained_ranks as module
+
+    module.TrainedRanks = OnCores  # type: ignore[misc]
+    guarded(lambda: SupervisedStage(SupervisedRecipe.load(sys.argv[1])).run())
