@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.agent.messages import EpisodeEnd
 from rlhfless_ray.agent.unfinished_episode import token_versions
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.types import Completion, Prompt, Request, Sample, SampleId, Scored
 
 
@@ -36,7 +36,7 @@ class EpisodeSamples:
         """Return all samples in the order of their requests."""
         return [self.made[key] for key in sorted(self.made)]
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         samples = self.all()
         turns = [sum(who == "policy" for who, _ in s.turns) for s in samples if s.turns]
         return {

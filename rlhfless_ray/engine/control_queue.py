@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.types import Request
 
 _tickets = itertools.count(1)
@@ -29,7 +30,7 @@ class DraftNews:
         weights: the drafter's weights, {name: array} or a reference to it; None if the engine has them.
     """
 
-    learned: dict[str, Any]
+    learned: JsonObject
     texts: tuple[tuple[int, np.ndarray], ...]
     weights: Any = None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.protocol import Engine
@@ -46,7 +47,7 @@ class EngineActor:
         """Build the engine. `scratch`: a folder that is removed afterwards. `threads`: leased cores."""
         raise NotImplementedError
 
-    def _notes(self) -> dict[str, Any]:
+    def _notes(self) -> JsonObject:
         """Return what the pool records about the built engine, by name."""
         return {}
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.head_config import is_head, layers_read
 from rlhfless_ray.prefix.pages import PageStore
@@ -95,7 +96,7 @@ def _transfer_config(pages: PageStore | None) -> Any:
     return transfer_config(pages)
 
 
-def _speculative_config(kind: str) -> dict[str, Any] | None:
+def _speculative_config(kind: str) -> JsonObject | None:
     if kind == "off":
         return None
     from rlhfless_ray.engine.drafts import MOST_TOKENS, Drafter

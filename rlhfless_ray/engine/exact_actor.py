@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.engine.engine_actor import EngineActor
 from rlhfless_ray.engine.engine_members import start_members
@@ -61,7 +62,7 @@ class ExactEngineActor(EngineActor):
         drafter = write_folder(scratch / "drafter", self.drafter) if self.drafter else None
         return VllmEngine(engine_folder(scratch, self.files, self.settings), self.settings, self._tokenizer, drafter=drafter)
 
-    def _notes(self) -> dict[str, Any]:
+    def _notes(self) -> JsonObject:
         from rlhfless_ray.local.laptop.cpu_bfloat16 import note
 
         pages, drafts = self.engine.pages, self.engine.drafter

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from rlhfless_ray.common.json_types import JsonObject
 
 # Policies of which vLLM 0.32 returns hidden states of inner layers (`SupportsEagle3`), among the families that are checked here.
 POLICIES = (
@@ -29,18 +28,18 @@ def plain_name(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
 
 
-def is_head(config: Mapping[str, Any]) -> bool:
+def is_head(config: JsonObject) -> bool:
     """Return whether a folder with this config.json has an EAGLE head, not a whole model."""
     return any("Eagle" in name for name in config.get("architectures") or ()) or "speculators_config" in config
 
 
-def layers_read(config: Mapping[str, Any]) -> tuple[int, ...]:
+def layers_read(config: JsonObject) -> tuple[int, ...]:
     """Return the policy's layers before which the head reads the hidden states. Empty: vLLM's default, three layers."""
     nested = config.get("eagle_config") or {}
     return tuple(config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or ())
 
 
-def refusal(config: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+def refusal(config: JsonObject, policy: JsonObject) -> str | None:
     """Return why a head cannot draft for a policy, or None. Both are the contents of a config.json."""
     text = policy.get("text_config") or policy
     if variants := [name for name in VARIANTS if config.get(name)]:

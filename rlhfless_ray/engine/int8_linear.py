@@ -17,6 +17,8 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.utils import replace_parameter
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from rlhfless_ray.common.json_types import JsonObject
+
 METHOD = "rlhfless_int8"
 LARGEST = 127
 SMALLEST_SCALE = 1e-8  # scale of rows of zeros
@@ -70,7 +72,7 @@ class Int8Config(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Int8Config:
+    def from_config(cls, config: JsonObject) -> Int8Config:
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Int8Linear | None:

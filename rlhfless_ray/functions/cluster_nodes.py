@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import ray
+
+from rlhfless_ray.common.json_types import JsonObject
 
 NODES_S = 1.0  # time for which a list of nodes is reused: Ray takes milliseconds to make it
 NOTICES_S = 0.25  # the same for notices of drained nodes, which leave little time and take a millisecond to query
@@ -21,14 +22,14 @@ class ClusterNodes:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
         self.resource = resource
         self.notices: Callable[[], set[str]] = draining_nodes  # returns ids of the nodes that will be removed soon
-        self._nodes: list[dict[str, Any]] = []  # Ray's list at `_listed_s`
+        self._nodes: list[JsonObject] = []  # Ray's list at `_listed_s`
         self._listed_s = -float("inf")
         self._silent: set[str] = set()  # ids of nodes that do not respond, though Ray may still list them
         self._draining: set[str] = set()  # result of the last `notices` call, at `_noticed_s`
         self._noticed_s = -float("inf")
         self._slot_mbs: dict[str, float] = {}
 
-    def present(self) -> list[dict[str, Any]]:
+    def present(self) -> list[JsonObject]:
         """Return Ray's nodes, at most a second old, without drained and lost ones."""
         if time.monotonic() - self._listed_s > NODES_S:
             self._list()
@@ -96,7 +97,7 @@ def node_answers(node_id: str) -> bool:
     return True
 
 
-def node_slots(resource: str, labels: Mapping[str, str] | None = None, nodes: list[dict[str, Any]] | None = None) -> dict[str, int]:
+def node_slots(resource: str, labels: Mapping[str, str] | None = None, nodes: list[JsonObject] | None = None) -> dict[str, int]:
     """Return {node id: slots} of the alive nodes that have slots and all these labels. `nodes`: Ray's list, if known."""
     name, wanted = "GPU" if resource == "gpu" else "CPU", (labels or {}).items()
     slots_of_node = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, fields
-from typing import Any
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.pool_runs import PastRun
 from rlhfless_ray.functions.pool_state import PoolState
@@ -37,7 +37,7 @@ def save_costs(resource: str, state: PoolState, began_s: float, now_s: float) ->
     _internal_kv_put(_key(resource), json.dumps(record).encode(), overwrite=True, namespace=NAMESPACE)
 
 
-def load_costs(resource: str) -> dict[str, Any] | None:
+def load_costs(resource: str) -> JsonObject | None:
     """Return the stored record, with `past` as `PastRun`s on the clock of this process. None: the cluster has had no pool.
 
     A pool of another version may have stored it, whose runs have other fields.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import Enum
-from typing import Any
 
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.json_types import JsonObject
 
 
 class FailureCause(Enum):
@@ -64,7 +64,7 @@ class FailureBudget:
                 self.recent_failures = []
         self.failures_in_step = 0
 
-    def take_metrics(self) -> dict[str, Any]:
+    def take_metrics(self) -> JsonObject:
         """Return metrics of the failures since the last call."""
         new = self.counts - self.reported
         self.reported = Counter(self.counts)

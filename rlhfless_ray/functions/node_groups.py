@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.pool_messages import PoolSlot, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
 
@@ -248,7 +248,7 @@ def bundle_of(resource: str) -> dict[str, float]:
     return {"GPU": 1} if resource == "gpu" else {"CPU": 1}
 
 
-def is_reserving(info: Mapping[str, Any]) -> bool:
+def is_reserving(info: JsonObject) -> bool:
     """Return whether a node may be reserving the slots of a placement group right now. `info`: its entry in Ray's table.
 
     A group must not be removed meanwhile: Ray 2.60 then loses the slots for good (ray-project/ray#64693; measured: 17 of 60).

@@ -10,9 +10,9 @@ import time
 import uuid
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from placement.market import Bid
+from rlhfless_ray.common.json_types import JsonObject
 
 MESSAGES = 4  # version of these messages and of `SlotPool.status`: the pool refuses runs with another one
 OTHER_VERSION = (
@@ -110,7 +110,7 @@ class PoolView:
         """Slots that no run holds."""
         return max(0, self.slots - self.held - sum(self.others.values()))
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         return {
             "shared/runs": self.runs,
             "shared/slots": self.held,

@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.market import Bid, Clearing
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.cost_record import load_costs, save_costs, today
 from rlhfless_ray.functions.lease import LOOKING_SHARE
@@ -151,7 +152,7 @@ class SlotPool:
             raise UnknownRun(bid.run)
         return self.state.what_if(bid)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> JsonObject:
         """Return everything that `rlhfless cluster` shows."""
         self.pool.look()
         now, state = time.monotonic(), self.state
@@ -276,7 +277,7 @@ class SlotPool:
         self.orphans.clear()
 
 
-def describe_past(past: PastRun, now_s: float) -> dict[str, Any]:
+def describe_past(past: PastRun, now_s: float) -> JsonObject:
     """Return what `rlhfless cluster` shows of a run that has ended."""
     return {
         "name": past.info.run,
@@ -313,7 +314,7 @@ def _kill(process: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def ended_pools() -> list[dict[str, Any]]:
+def ended_pools() -> list[JsonObject]:
     """Return what `SlotPool.status` would of the pools that have ended with their last run."""
     found = []
     for resource in RESOURCES:

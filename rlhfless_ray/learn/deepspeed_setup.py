@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.policy_model import WANTED_DTYPE
 from rlhfless_ray.learn.tensor_parallel import deepspeed_section
 from rlhfless_ray.local.process_memory import release_pages
@@ -37,7 +38,7 @@ def import_muon() -> None:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
-def deepspeed_config(section: LearnerConfig, dtype: str, device: str) -> dict[str, Any]:
+def deepspeed_config(section: LearnerConfig, dtype: str, device: str) -> JsonObject:
     """Return the configuration. `dtype`: of the weights. `device`: "cpu" or "cuda"."""
     parallel, stage = section.tensor_parallel, section.zero_stage
     return {
@@ -136,7 +137,7 @@ class OwnParts(nn.Module):
             yield parameter
 
 
-def divide_parameters(module: torch.nn.Module, device: torch.device, config: dict[str, Any], weights: HeldSlices | None) -> None:
+def divide_parameters(module: torch.nn.Module, device: torch.device, config: JsonObject, weights: HeldSlices | None) -> None:
     """Let DeepSpeed keep this rank's part of every parameter (ZeRO 3).
 
     Nothing is sent: DeepSpeed would broadcast the first rank's values, so that this rank needs all of them.

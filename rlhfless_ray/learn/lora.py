@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprobs import CHUNK_START
 from rlhfless_ray.weights.adapter import CONFIG, PREFIX, Adapter
@@ -124,7 +125,7 @@ class LoraAdapters:
         config = {**self._config(), "inference_mode": True}
         return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), ADAPTER: save_tensors(adapters, {"format": "pt"})}
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self) -> JsonObject:
         return {name: sorted(value) if isinstance(value, set) else value for name, value in self.config.to_dict().items()}
 
 

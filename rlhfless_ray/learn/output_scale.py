@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
 
-def output_scale(config: Mapping[str, Any], where: str, asked_by: str) -> tuple[float, float]:
+def output_scale(config: JsonObject, where: str, asked_by: str) -> tuple[float, float]:
     """Return the `mean` and `std` of a model's config; by default 0 and 1, as in OpenRLHF.
 
     Args:

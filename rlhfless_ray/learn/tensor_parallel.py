@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.weights.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ BY_INPUT = r".*\.(o_proj|down_proj)(\.base_layer|\.lora_A\.\w+)?\.weight$"
 OF_HEADS = r".*\.(q_norm|k_norm)\.weight$"  # whole, but each rank has the gradient of its own heads only
 
 
-def deepspeed_section(width: int) -> dict[str, Any]:
+def deepspeed_section(width: int) -> JsonObject:
     """Return the section `tensor_parallel` of DeepSpeed's configuration."""
     specs = [
         {"patterns": [BY_OUTPUT], "partition_type": "column"},

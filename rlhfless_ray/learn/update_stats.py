@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.trainer import OptimizerStep
 from rlhfless_ray.types import CriticStats, UpdateStats
 
@@ -18,7 +19,7 @@ def without_steps(kind: type[Stats], samples: int) -> Stats:
     return kind() if samples else kind(skipped=1, skipped_last=1, reason="no sample of the step has a reward")
 
 
-def step_fields(update: OptimizerStep) -> dict[str, Any]:
+def step_fields(update: OptimizerStep) -> JsonObject:
     """Return the fields of the statistics that tell whether and how an optimizer step was made."""
     skipped = int(bool(update.skipped))
     return {
@@ -35,7 +36,7 @@ def merged(stats: list[Stats]) -> Stats:
     """Merge the statistics of several optimizer steps: unweighted means, except for maxima, counts and last values."""
     if len(stats) == 1:
         return stats[0]
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for name in type(stats[0]).__dataclass_fields__:
         values: list[Any] = [getattr(s, name) for s in stats]
         if name == "reason":

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
@@ -98,7 +98,7 @@ class Plugin:
         """Take over an engine without work, and return whether it did. Otherwise `DriverSettings.decide` is asked."""
         return False
 
-    def metrics(self, before: Mapping[str, object]) -> dict[str, Any]:
+    def metrics(self, before: Mapping[str, object]) -> JsonObject:
         """Return metrics for the step's row. `before`: those of the step's earlier rollouts, to which counts are added."""
         return {}
 
@@ -185,7 +185,7 @@ class LiveRollout:
             attached |= plugin.attach(number, requests)
         return attached
 
-    def metrics(self, before: Mapping[str, object]) -> dict[str, Any]:
+    def metrics(self, before: Mapping[str, object]) -> JsonObject:
         """Return metrics of the rollout and of its plugins, see `Plugin.metrics`."""
         metrics = self.result.metrics(before)
         for plugin in self.plugins:

@@ -16,6 +16,7 @@ from placement.migration.decide_moves import LiveState, Moves, cut_at_share, dec
 from placement.migration.move_search import Settings
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.rollout.events import Event, RolloutProgress, TokensArrived
 from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
 from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
@@ -243,12 +244,12 @@ class MigrationPolicy(Plugin):
         if term is not None:
             term.observe(context_tokens, seconds)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the fitted times of moves, for a checkpoint."""
         terms = {"prefill": self.prefill, "pages": self.pages} if self.is_on else {}
         return {name: term.state() for name, term in terms.items() if term is not None}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         for name, term in (("prefill", self.prefill), ("pages", self.pages)):
             if term is not None and name in state:
                 term.restore(state[name])

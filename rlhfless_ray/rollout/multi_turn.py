@@ -19,6 +19,7 @@ from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.agent.messages import Drawn, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.agent.unfinished_episode import replies_of, unfinished_episode, versions_of_turns
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.rollout.engine_calls import Ref
 from rlhfless_ray.rollout.events import Event, RolloutProgress, SamplesMade
 from rlhfless_ray.rollout.live_rollout import RequestSource
@@ -98,7 +99,7 @@ class EpisodeTurns(RequestSource):
         versions = [*before, *[self.version] * (len(replies) - len(before))]
         return tuple((context, reply, version) for (context, reply), version in zip(replies, versions, strict=True))
 
-    def metrics(self, before: Mapping[str, Any]) -> dict[str, Any]:
+    def metrics(self, before: Mapping[str, Any]) -> JsonObject:
         cut = {"agent/cut_tokens": self.cut_tokens + before.get("agent/cut_tokens", 0)} if self.cuts else {}
         return self.samples.metrics() | cut
 

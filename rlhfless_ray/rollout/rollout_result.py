@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.rollout.inflight_migrations import MigrationStats
 from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Completion, EngineStep
@@ -34,7 +35,7 @@ class RolloutResult:
     drafts_saved_s: float = 0.0  # engine seconds saved against decoding without drafts, by the fitted step times
     silent_s: float = 0.0  # sum over dead engines of the seconds since their last report, whose work is repeated
 
-    def metrics(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def metrics(self, before: Mapping[str, Any] | None = None) -> JsonObject:
         """Return metrics of moves and lost engines for the step's row. `before`: metrics of the step's earlier rollout."""
 
         def total(column: str) -> int:

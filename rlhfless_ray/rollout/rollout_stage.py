@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from placement.scaling.engine_assignment import assign_engines
 from placement.scaling.resize_policy import Decision, assign_groups
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
@@ -324,7 +324,7 @@ class RolloutStage:
         if decision.action == "Release" and self.context.recipe.functions.elastic and instance.started:
             self.context.leases.release(self._leave(instance))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the fitted times of moves, for a checkpoint."""
         return self.migration.state()
 
@@ -336,7 +336,7 @@ class RolloutStage:
         if self.drafter is not None:
             self.drafter.restore(files)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         self.migration.restore(state)
 
     def _leave(self, instance: Instance) -> list[Lease]:

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from placement.drafting import Learned, News
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_calls import Attached
 from rlhfless_ray.rollout.events import Event, RolloutEnded, TokensArrived
@@ -143,12 +144,12 @@ class SharedDrafts(Plugin):
         self.earlier[prompt] = [*self.earlier.pop(prompt, []), text]
         self.total += len(text.tokens)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the state as JSON types, for a checkpoint."""
         texts_of = {prompt: [text.tokens.tolist() for text in texts] for prompt, texts in self.earlier.items()}
         return {"learned": self.learned.state(), "said": texts_of}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         self.learned.restore(state.get("learned", {}))
         for prompt, texts in state.get("said", {}).items():
             for tokens in texts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.head_config import EMBEDDINGS, NEEDED, is_head, plain_name, refusal
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
@@ -77,7 +78,7 @@ def _checked_head(recipe: Recipe, head: Files, policy: Files) -> Files:
     return {**head, "embeddings.safetensors": save_tensors({EMBEDDINGS: embeddings}, {"format": "pt"})}
 
 
-def random_drafter_config(recipe: Recipe, policy: dict[str, Any]) -> dict[str, Any]:
+def random_drafter_config(recipe: Recipe, policy: JsonObject) -> JsonObject:
     """Return the config.json of a drafter with random weights. `policy`: that of the policy."""
     text, width = policy.get("text_config") or policy, recipe.rollout.drafter_hidden_size
     return {
@@ -94,7 +95,7 @@ def random_drafter_config(recipe: Recipe, policy: dict[str, Any]) -> dict[str, A
     }
 
 
-def _random_drafter(recipe: Recipe, policy: dict[str, Any]) -> Files:
+def _random_drafter(recipe: Recipe, policy: JsonObject) -> Files:
     """Return the files of a small model with the policy's tokens. Its weights follow from the run's seed."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.instance import Instance, lost_on_the_way, reason_of
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -157,11 +158,11 @@ class TrainedDrafter:
             self.prewarm(instance.slot)
         return leases
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         """Return metrics since the last call."""
         done, self.done = self.done, []
         updates = sum(report.updates for report in done)
-        metrics: dict[str, Any] = {"drafter/version": self.version, "drafter/updates": updates, "drafter/failures": self.failures_in_step}
+        metrics: JsonObject = {"drafter/version": self.version, "drafter/updates": updates, "drafter/failures": self.failures_in_step}
         self.failures_in_step = 0
         metrics["drafter/train_s"] = sum(span.to_s - span.from_s for report in done for span in report.spans)
         if updates:

@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.weights.model_folder import ADAPTER, PACKED, stored_tensors, tensor_shapes
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -72,7 +73,7 @@ class Adapter:
         return cls.of(config, load_file(folder / ADAPTER), f"{folder}: ")
 
     @classmethod
-    def of(cls, config: Mapping[str, object], tensors: Mapping[str, Tensor], where: str = "") -> Adapter:
+    def of(cls, config: JsonObject, tensors: Mapping[str, Tensor], where: str = "") -> Adapter:
         """Convert peft's config and its tensors by name. Raises UserError if one of a pair is missing."""
         pairs: dict[str, dict[str, Tensor]] = {}
         embeddings: set[str] = set()
@@ -166,14 +167,14 @@ def choose_publish(publish: str, served: bool, device: str, parameters: int, lon
     return "adapter" if pays and served else "merged"
 
 
-def _scale(config: Mapping[str, Any], module: str) -> float:
+def _scale(config: JsonObject, module: str) -> float:
     """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA. Patterns on the ends of module names may override both."""
     rank = _by_pattern(config.get("rank_pattern"), module, config["r"])
     alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: float) -> float:
+def _by_pattern(patterns: JsonObject | None, module: str, otherwise: float) -> float:
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -37,7 +38,7 @@ REFUSED = {
 REFUSED_ON_CPU = ("falcon_h1", "gpt_oss", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "mimo_v2_flash", "olmo_hybrid", "phimoe")
 
 
-def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | None:
+def find_obstacle(config: JsonObject, dtype: str, on_cpu: bool) -> str | None:
     """Return why no engine can run a policy with this configuration, or None."""
     text = config.get("text_config") or config
     kind = str(text.get("model_type"))
@@ -63,7 +64,7 @@ def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | 
     return f"vLLM on CPU has no attention for heads of {size} values" if size is not None and size % 16 else None
 
 
-def lacks_model(config: Mapping[str, Any]) -> bool:
+def lacks_model(config: JsonObject) -> bool:
     """Return whether vLLM here has neither a model of its own for this configuration nor a way to run the one of transformers.
 
     It runs those that leave attention to it. Both packages are read as text: importing vLLM takes seconds.
@@ -87,7 +88,7 @@ def package_source(package: str, file: str) -> str:
     return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), "")
 
 
-def _head_size(text: Mapping[str, Any]) -> int | None:
+def _head_size(text: JsonObject) -> int | None:
     """Return the values of an attention head, or None if the configuration names other sizes than usual."""
     width, heads = text.get("hidden_size", text.get("n_embd")), text.get("num_attention_heads", text.get("n_head"))
     if text.get("kv_lora_rank") or not isinstance(width, int) or not isinstance(heads, int) or not heads:
@@ -95,7 +96,7 @@ def _head_size(text: Mapping[str, Any]) -> int | None:
     return text.get("head_dim") or width // heads
 
 
-def check_engines(recipe: Recipe, config: Mapping[str, Any], resource: str) -> None:
+def check_engines(recipe: Recipe, config: JsonObject, resource: str) -> None:
     """Raise UserError if no engine can run the policy on slots of this kind: "cpu", "gpu", or "" if it is not known yet."""
     if why := find_obstacle(config, recipe.policy.dtype, resource == "cpu"):
         kind = (config.get("text_config") or config).get("model_type")

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from placement import peak_memory
 from placement.memory import VALUE_BYTES, stored_shapes
 from rlhfless_ray.common.disk_space import DiskFull, writing
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
@@ -57,12 +58,12 @@ def cache_folder() -> Path:
 
 def warm_start_key(recipe: Recipe) -> str:
     """Hash everything that determines a warm-started policy, but the thread count only for `run.exact`: it changes the last bits."""
-    more: dict[str, Any] = {"threads": recipe.learner.max_slots_per_rank} if recipe.run.exact else {}
+    more: JsonObject = {"threads": recipe.learner.max_slots_per_rank} if recipe.run.exact else {}
     more |= {"input_template": recipe.prompts.input_template, "warm_start": recipe.warm_start.model_dump(mode="json")}
     return _scratch_key(recipe, recipe.prompts.task, more)
 
 
-def _scratch_key(recipe: Recipe | SupervisedRecipe, task: str, more: dict[str, Any]) -> str:
+def _scratch_key(recipe: Recipe | SupervisedRecipe, task: str, more: JsonObject) -> str:
     parts = {
         "version": VERSION,
         "versions": [importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")],
@@ -133,7 +134,7 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
     _check_shapes(files, config, setting)
 
 
-def _check_shapes(files: Files, config: Mapping[str, object], setting: str) -> None:
+def _check_shapes(files: Files, config: JsonObject, setting: str) -> None:
     """Raise UserError if the weights have other shapes, or fewer layers, than config.json says, or lack some of a layer, for families
     whose names are known."""
     wanted, layers = stored_shapes(config), 0
@@ -152,7 +153,7 @@ def _check_shapes(files: Files, config: Mapping[str, object], setting: str) -> N
         raise UserError(f"{setting}: its weights do not fit its config.json: {lacking} is missing; copy the whole model folder")
 
 
-def _missing_in_layers(names: Collection[str], config: Mapping[str, Any]) -> str | None:
+def _missing_in_layers(names: Collection[str], config: JsonObject) -> str | None:
     """Return a weight of attention or feed-forward that some layers have and another one lacks, or None."""
     has_experts = config.get("num_experts") or config.get("num_local_experts")  # layers may differ in them
     pattern = re.compile(r"(\.layers\.)\d+(\.self_attn\.)" if has_experts else r"(\.layers\.)\d+(\.self_attn\.|\.mlp\.)")
@@ -366,7 +367,7 @@ def check_kv_cache(recipe: Recipe, files: Files, longest_prompt_tokens: int) -> 
         )
 
 
-def text_config(files: Files) -> dict[str, Any]:
+def text_config(files: Files) -> JsonObject:
     """Return config.json with its family's defaults, or unchanged if transformers does not know the family."""
     raw = config_of(files)
     if raw.get("model_type") == "qwen2" and raw.keys() >= COMPLETE_QWEN2:

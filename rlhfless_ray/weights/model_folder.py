@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.weights.shards import shard_name, write_slices
 from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, iterate_tensors, parts_of, read_header, save_tensors, write_file
 
@@ -131,14 +132,14 @@ def tensor_shapes(files: Files) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, tuple(entry["shape"])
 
 
-def stored_tensors(path: Path) -> dict[str, Any]:
+def stored_tensors(path: Path) -> JsonObject:
     """Return {tensor name: header entry} of the weights that transformers would load from a folder.
 
     An entry has `shape`, `dtype` and `data_offsets`.
 
     Reads only the headers of the safetensors files. Files with incomplete headers are skipped.
     """
-    tensors: dict[str, Any] = {}
+    tensors: JsonObject = {}
     names, index = {file.name for file in path.glob(f"*{WEIGHTS}")}, path / INDEX
     for name in _loaded_files(names, index.read_bytes() if index.is_file() else None):
         try:
@@ -157,7 +158,7 @@ def stored_dtype(path: Path) -> str | None:
     return _main_dtype(stored_tensors(path).values())
 
 
-def _main_dtype(entries: Iterable[Mapping[str, Any]]) -> str | None:
+def _main_dtype(entries: Iterable[JsonObject]) -> str | None:
     counts: dict[str, int] = {}
     for entry in entries:
         if entry["dtype"] in DTYPES:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.weights.model_folder import config_of
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -14,7 +14,7 @@ OF_LAYERS = ("intermediate_size", "num_experts", "num_local_experts", "moe_inter
 SIZES = ("model_type", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "vocab_size", *OF_ATTENTION, *OF_LAYERS)
 
 
-def model_sizes(files: Files) -> dict[str, Any]:
+def model_sizes(files: Files) -> JsonObject:
     """Return what a configuration says about the shapes of a model's weights."""
     config = config_of(files)
     return {key: value for key, value in {**config, **(config.get("text_config") or {})}.items() if key in SIZES}
