@@ -17,7 +17,7 @@ NODE = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutRow:
     """One layout. update_bytes: what all engines receive together. The two seconds: on the learner's devices, and on others."""
 
     model: str
@@ -34,7 +34,7 @@ class Layout:
     broadcast_s: float
 
 
-def rows() -> list[Layout]:
+def rows() -> list[LayoutRow]:
     found = []
     for model, counts in MODELS.items():
         for devices in counts:
@@ -56,7 +56,7 @@ def rows() -> list[Layout]:
             for times in PhaseTimes.from_setting(setting).widths:
                 run = simulate(setting.but(tensor_parallel=times.width), ["fixed"]).policies["fixed"]
                 found.append(
-                    Layout(
+                    LayoutRow(
                         model,
                         devices,
                         times.width,

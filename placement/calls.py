@@ -7,7 +7,7 @@ how many slots, is decided by `execution_plan.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -114,3 +114,9 @@ def step_graph(features: Features) -> StepGraph:
         calls.append(Call(TRAIN_CRITIC, ModelRole.CRITIC, Kind.TRAIN, tuple(for_advantages)))
     calls.append(Call(TRAIN_POLICY, ModelRole.POLICY, Kind.TRAIN, tuple(dict.fromkeys([*for_advantages, *passes]))))
     return StepGraph(tuple(calls))
+
+
+def part(graph: StepGraph, names: Iterable[str]) -> StepGraph:
+    """Return the graph of these calls alone, as if all others had ended."""
+    wanted = set(names)
+    return StepGraph(tuple(replace(call, needs=tuple(n for n in call.needs if n in wanted)) for call in graph.calls if call.name in wanted))

@@ -1,0 +1,145 @@
+"""An execution plan of a step: which call runs when, on which slots and in which layout (ReaLHF, arXiv 2406.14088).
+
+Calls that share a slot take turns, and others run side by side. A plan is chosen by its seconds and slot-seconds, as a rollout's plan is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.call_schedule import Option, Problem
+from placement.calls import StepGraph
+from placement.layouts import Layout
+from placement.schedule_search import Found, Goal, ScheduleSearch
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A call of a step. `slots`: their numbers, from the first of the first node. Times count from the start of the step."""
+
+    call: str
+    slots: tuple[int, ...]
+    start_s: float
+    end_s: float
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """The calls of a step in order of their starts.
+
+    slot_seconds: of all calls, each billed for its own slots while it runs. reason: in words. is_exact: no plan is better by the same
+    times.
+    """
+
+    calls: tuple[PlannedCall, ...]
+    seconds: float
+    slot_seconds: float
+    reason: str
+    is_exact: bool = True
+
+    def __getitem__(self, name: str) -> PlannedCall:
+        """Return the call of this name. Raises KeyError."""
+        for call in self.calls:
+            if call.call == name:
+                return call
+        raise KeyError(name)
+
+
+class NoLayout(ValueError):
+    """Raised when a call has no layout within what the recipe and the slots allow."""
+
+
+def plan_calls(
+    graph: StepGraph, slots: int, times: Mapping[str, Mapping[int, float]], *, value_per_s: float, fixed: Mapping[str, int] | None = None
+) -> ExecutionPlan:
+    """Plan the calls of a step, or of a part of it, on interchangeable slots of one node.
+
+    Parameters
+    ----------
+    graph : StepGraph
+        The calls.
+    slots : int
+        How many slots there are.
+    times : mapping
+        Seconds of each call by its number of slots. The numbers are the candidates; those above `slots` are left out.
+    value_per_s : float
+        Worth of a second of the step, in slot-seconds (`resize_policy.time_value`).
+    fixed : mapping, optional
+        Numbers of slots that calls must have.
+
+    Raises
+    ------
+    NoLayout
+        If a call has no candidate.
+
+    Examples
+    --------
+    >>> from placement.calls import Features, TRAIN_CRITIC, TRAIN_POLICY, part, step_graph
+    >>> updates = part(step_graph(Features(values=True)), (TRAIN_CRITIC, TRAIN_POLICY))
+    >>> plan = plan_calls(updates, 2, {TRAIN_CRITIC: {1: 0.7, 2: 0.6}, TRAIN_POLICY: {1: 0.7, 2: 0.6}}, value_per_s=1.0)
+    >>> [(call.call, call.slots, call.start_s) for call in plan.calls], plan.seconds
+    ([('critic update', (0,), 0.0), ('policy update', (1,), 0.0)], 0.7)
+    """
+    fixed = fixed or {}
+    options: dict[str, list[Option]] = {}
+    for call in graph.calls:
+        candidates = times[call.name]
+        wanted = fixed.get(call.name)
+        options[call.name] = [
+            Option(Layout(data=count), seconds)
+            for count, seconds in sorted(candidates.items())
+            if count <= slots and wanted in (None, count)
+        ]
+        if not options[call.name]:
+            limit = f"{slots} slots" if wanted is None else f"{wanted} of {slots} slots"
+            nearest = min(candidates, key=lambda count: abs(count - (wanted or slots)))
+            raise NoLayout(f"{call.name}: cannot run on {limit}; the nearest number that it can run on is {nearest}")
+    problem = Problem(graph, options, 1, slots)
+    return execution_plan(problem, ScheduleSearch(problem).best(Goal(value_per_s)))
+
+
+def execution_plan(problem: Problem, found: Found) -> ExecutionPlan:
+    """Return the plan of a schedule: slots by number, and the reason in words."""
+    calls = _with_numbers(problem, found)
+    turns = sum(call.end_s - call.start_s for call in calls)
+    reason = f"{found.seconds:.3g} s for {found.slot_seconds:.3g} slot-s: {_in_words(calls)}"
+    if turns > found.seconds * (1 + 1e-6):
+        reason += f" (one after the other: {turns:.3g} s)"
+    return ExecutionPlan(calls, found.seconds, found.slot_seconds, reason, found.is_exact)
+
+
+def _with_numbers(problem: Problem, found: Found) -> tuple[PlannedCall, ...]:
+    """Number the slots of each call: those that its model had before, as far as they are free, then the lowest."""
+    busy_until: dict[int, float] = {}
+    last: dict[str, tuple[int, ...]] = {}
+    planned = []
+    starts, ends = found.schedules.starts[0], found.schedules.ends[0]
+    for number in found.order.tolist():
+        call, start_s, end_s = problem.graph.calls[number], float(starts[number]), float(ends[number])
+        layout, chosen = problem.options[call.name][found.choice[number]].layout, []
+        for node in np.nonzero(found.schedules.nodes[0, number])[0].tolist():
+            numbers = range(node * problem.slots_per_node, (node + 1) * problem.slots_per_node)
+            free = [slot for slot in numbers if busy_until.get(slot, 0.0) <= start_s]
+            free.sort(key=lambda slot: (slot not in last.get(call.model, ()), slot))
+            chosen += sorted(free[: min(layout.slots, problem.slots_per_node)])
+        busy_until |= dict.fromkeys(chosen, end_s)
+        last[call.model] = tuple(chosen)
+        planned.append(PlannedCall(call.name, tuple(chosen), start_s, end_s, layout))
+    return tuple(planned)
+
+
+def _in_words(calls: tuple[PlannedCall, ...]) -> str:
+    """Return the calls with their slots. Those that run at the same time are joined by "beside"."""
+    together: list[list[PlannedCall]] = []
+    end_s = 0.0
+    for call in calls:
+        if together and call.start_s < end_s:
+            together[-1].append(call)
+        else:
+            together.append([call])
+        end_s = max(end_s, call.end_s)
+    return ", then ".join(" beside ".join(f"{call.call} on {len(call.slots)}" for call in group) for group in together)

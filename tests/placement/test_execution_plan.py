@@ -1,0 +1,165 @@
+"""Execution plans: the search against a scheduler written apart, and what every plan must hold."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+
+from placement.call_schedule import Option, Problem
+from placement.calls import OLD, TRAIN_CRITIC, TRAIN_POLICY, VALUES, Call, Features, Kind, ModelRole, StepGraph, part, step_graph
+from placement.execution_plan import ExecutionPlan, NoLayout, execution_plan, plan_calls
+from placement.layouts import Layout
+from placement.schedule_search import Goal, ScheduleSearch
+
+pytestmark = pytest.mark.pure
+PPO = step_graph(Features(values=True, reference=True, reward_model=True, pass_before=True, kl_in_reward=True))
+
+
+def shortest_s(calls: list[tuple[Call, int, float, float]], slots: int, room: float) -> float:
+    """The least seconds of calls (call, slots, seconds, bytes): at each time a call ends, every set of calls that could start is tried."""
+    best = [float("inf")]
+
+    def go(now: float, running: list[tuple[float, int]], ended: frozenset[str], left: frozenset[int]) -> None:
+        if now >= best[0]:
+            return
+        if not left and not running:
+            best[0] = now
+            return
+        able = [at for at in left if ended.issuperset(calls[at][0].needs)]
+        for size in range(len(able) + 1):
+            for started in itertools.combinations(able, size):
+                together = [*(at for _, at in running), *started]
+                models = [calls[at][0].model for at in together]
+                fits = sum(calls[at][1] for at in together) <= slots and sum(calls[at][3] for at in together) <= room
+                if not fits or len(set(models)) < len(models) or not together:
+                    continue
+                now_running = [*running, *((now + calls[at][2], at) for at in started)]
+                until = min(end for end, _ in now_running)
+                done = {calls[at][0].name for end, at in now_running if end <= until}
+                go(until, [one for one in now_running if one[0] > until], ended | done, left.difference(started))
+
+    go(0.0, [], frozenset(), frozenset(range(len(calls))))
+    return best[0]
+
+
+def drawn_problem(rng: random.Random) -> Problem:
+    """Up to five calls of up to four models with random needs, up to three layouts each, on up to four slots of one node."""
+    calls: list[Call] = []
+    for number in range(rng.randint(2, 5)):
+        needs = tuple(call.name for call in calls if rng.random() < 0.4)
+        calls.append(Call(f"call {number}", rng.choice(list(ModelRole)), Kind.INFER, needs))
+    slots = rng.randint(1, 4)
+    options = {}
+    for call in calls:
+        counts = rng.sample(range(1, slots + 1), min(slots, rng.randint(1, 3)))
+        work = rng.choice([1.0, 2.0, rng.uniform(0.5, 4)])
+        options[call.name] = [Option(Layout(n), work / n ** rng.choice([0.0, 0.5, 1.0]), rng.choice([0, 16, 32])) for n in counts]
+    return Problem(StepGraph(tuple(calls)), options, 1, slots, node_bytes=rng.choice([float("inf"), 32, 64]))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_schedule_is_better_than_the_one_found(seed: int) -> None:
+    rng = random.Random(seed)
+    problem, worth = drawn_problem(rng), rng.choice([0.1, 1.0, 10.0])
+    names = [call.name for call in problem.graph.calls]
+    least = min(
+        sum(one.slot_seconds for one in options)
+        + worth
+        * shortest_s(
+            [(call, one.layout.slots, one.seconds, one.node_bytes) for call, one in zip(problem.graph.calls, options, strict=True)],
+            problem.slots,
+            problem.node_bytes,
+        )
+        for options in itertools.product(*(problem.options[name] for name in names))
+    )
+    search = ScheduleSearch(problem)
+    found = search.best(Goal(worth))
+    assert found.is_exact and found.slot_seconds + worth * found.seconds == pytest.approx(least)
+    assert_possible(execution_plan(problem, found), problem)
+    chained = search.best(Goal(worth), exactly=False)
+    assert least * (1 - 1e-9) <= chained.slot_seconds + worth * chained.seconds <= 1.03 * least
+
+
+def assert_possible(plan: ExecutionPlan, problem: Problem) -> None:
+    """Assert that calls hold slots alone, run one at a time for a model and after what they need, and fit the memory of nodes."""
+    ends = {call.call: call.end_s for call in plan.calls}
+    for call in plan.calls:
+        assert len(set(call.slots)) == call.layout.slots and set(call.slots) <= set(range(problem.slots))
+        assert all(ends[name] <= call.start_s for name in problem.graph[call.call].needs)
+        running = [other for other in plan.calls if other.start_s <= call.start_s < other.end_s]
+        assert len({slot for other in running for slot in other.slots}) == sum(len(other.slots) for other in running)
+        assert len({problem.graph[other.call].model for other in running}) == len(running)
+        for node in range(problem.nodes):
+            on = [other for other in running if any(slot // problem.slots_per_node == node for slot in other.slots)]
+            held = sum(next(o.node_bytes for o in problem.options[other.call] if o.layout == other.layout) for other in on)
+            assert held <= problem.node_bytes
+    seconds = {call.call: call.end_s - call.start_s for call in plan.calls}
+    assert plan.seconds >= problem.graph.longest_s(seconds) * (1 - 1e-9)
+    assert plan.slot_seconds == pytest.approx(sum(len(call.slots) * seconds[call.call] for call in plan.calls))
+
+
+def ppo_problem(rng: random.Random, nodes: int, slots_per_node: int) -> Problem:
+    counts = [2**k for k in range((nodes * slots_per_node).bit_length())]
+    options = {}
+    for call in PPO.calls:
+        work, fixed = rng.uniform(1, 4) * (3 if call.kind is Kind.TRAIN else 1), rng.uniform(0.01, 0.2)
+        layouts = [Layout(n // t, t) for n in counts for t in (1, 2, 4, 8) if t <= min(n, slots_per_node)]
+        options[call.name] = [Option(one, work * (fixed + (1 - fixed) / one.slots) * rng.uniform(1, 1.3)) for one in layouts]
+    change = rng.uniform(0, 0.1)
+    return Problem(PPO, options, nodes, slots_per_node, change_s=lambda model, before, after: change * (before != after))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_nodes(seed: int) -> None:
+    problem = ppo_problem(random.Random(seed), 16, 8)
+    search = ScheduleSearch(problem)
+    began_s = time.process_time()
+    found = search.best(Goal(128.0))
+    assert time.process_time() - began_s < 5  # 0.5 s on an idle machine
+    assert_possible(execution_plan(problem, found), problem)
+    again = search.best(Goal(128.0), found)
+    assert again.slot_seconds + 128 * again.seconds <= found.slot_seconds + 128 * found.seconds
+
+
+def test_limits() -> None:
+    problem = ppo_problem(random.Random(5), 1, 4)
+    search = ScheduleSearch(problem)
+    fast, cheap = search.best(Goal(1e6)), search.best(Goal(0.0))
+    assert fast.seconds < cheap.seconds and cheap.slot_seconds < fast.slot_seconds
+    between = search.best(Goal(0.0, most_s=(fast.seconds + cheap.seconds) / 2))
+    assert between.is_allowed and cheap.slot_seconds <= between.slot_seconds <= fast.slot_seconds
+    assert not search.best(Goal(0.0, most_s=0.9 * fast.seconds)).is_allowed
+    assert not search.best(Goal(1e6, most_slot_s=0.9 * cheap.slot_seconds)).is_allowed
+
+
+def test_updates_run_side_by_side_where_a_second_slot_gains_little() -> None:
+    names = (VALUES, OLD, TRAIN_CRITIC, TRAIN_POLICY)
+    times = {name: {1: 0.7, 2: 0.65} for name in names}
+    plan = plan_calls(part(PPO, names), 2, times, value_per_s=1.0)
+    assert plan.seconds == pytest.approx(1.4) and plan.is_exact
+    assert plan.reason.startswith("1.4 s for 2.8 slot-s: old log-probabilities on 1 beside values on 1, then critic update on 1 beside")
+    fixed = plan_calls(part(PPO, names), 2, times, value_per_s=1.0, fixed={TRAIN_POLICY: 2})
+    assert len(fixed[TRAIN_POLICY].slots) == 2 and fixed.seconds > plan.seconds
+    with pytest.raises(NoLayout, match="policy update: cannot run on 3 of 2 slots; the nearest number that it can run on is 2"):
+        plan_calls(part(PPO, names), 2, times, value_per_s=1.0, fixed={TRAIN_POLICY: 3})
+
+
+def test_layouts_change_only_where_it_pays() -> None:
+    graph = part(PPO, (VALUES, TRAIN_CRITIC))
+    options = {
+        VALUES: [Option(Layout(2), 1.0), Option(Layout(1, 2), 0.8)],
+        TRAIN_CRITIC: [Option(Layout(2), 1.0), Option(Layout(1, 2), 1.5)],
+    }
+    for change, seconds in ((0.1, 1.9), (0.3, 2.0)):
+        problem = Problem(graph, options, 1, 2, change_s=lambda model, before, after, c=change: c * (before != after))
+        assert ScheduleSearch(problem).best(Goal(1.0)).seconds == pytest.approx(seconds)
+
+
+def test_an_option_that_fits_no_node_is_refused() -> None:
+    with pytest.raises(ValueError, match="call values: it needs options that fit 1 nodes of 2 slots"):
+        Problem(part(PPO, (VALUES,)), {VALUES: [Option(Layout(3), 1.0)]}, 1, 2)
+    assert np.isinf(Problem(part(PPO, (VALUES,)), {VALUES: [Option(Layout(2), 1.0)]}, 1, 2).node_bytes)
