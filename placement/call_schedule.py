@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from placement.calls import ModelRole, StepGraph
+from placement.calls import Call, StepGraph
 from placement.layouts import Layout
 
 MEMORY_UNITS = 64  # a node's memory is divided into as many parts, and a call takes whole ones: up to 1.6 % too much
@@ -33,7 +33,7 @@ class Option:
         return self.layout.slots * self.seconds
 
 
-def no_change(model: ModelRole, before: Layout, after: Layout) -> float:
+def no_change(before: Call, had: Layout, call: Call, has: Layout) -> float:
     return 0.0
 
 
@@ -52,7 +52,7 @@ class Problem:
     node_bytes : float
         Memory of a node for calls that run.
     change_s : callable
-        Seconds that a call takes longer if the model's previous call in the step had another layout: resharding of its weights.
+        Seconds that a call takes longer after the model's previous call in the step, by both layouts: resharding of its weights.
 
     Raises
     ------
@@ -65,7 +65,7 @@ class Problem:
     nodes: int
     slots_per_node: int
     node_bytes: float = math.inf
-    change_s: Callable[[ModelRole, Layout, Layout], float] = no_change
+    change_s: Callable[[Call, Layout, Call, Layout], float] = no_change
 
     def __post_init__(self) -> None:
         for call in self.graph.calls:
@@ -101,7 +101,7 @@ class Scheduler:
 
     def __init__(self, problem: Problem) -> None:
         calls, self.problem = problem.graph.calls, problem
-        self.options = [problem.options[call.name] for call in calls]
+        self.options = [sorted(problem.options[call.name], key=lambda option: option.layout.slots) for call in calls]
         shape = (len(calls), max(map(len, self.options)))
         self.seconds, self.slots, self.units = np.full(shape, np.inf), np.ones(shape, int), np.zeros(shape, int)
         for number, options in enumerate(self.options):
@@ -116,10 +116,10 @@ class Scheduler:
         """(n, n, options, options) seconds that a call takes longer after another one of its model, by the options of both."""
         found = np.zeros((*self.same.shape, self.seconds.shape[1], self.seconds.shape[1]))
         for number, before in zip(*np.nonzero(self.same), strict=True):
-            model = self.problem.graph.calls[number].model
+            call, last = self.problem.graph.calls[number], self.problem.graph.calls[before]
             for at, option in enumerate(self.options[number]):
                 for earlier, other in enumerate(self.options[before]):
-                    found[number, before, at, earlier] = self.problem.change_s(model, other.layout, option.layout)
+                    found[number, before, at, earlier] = self.problem.change_s(last, other.layout, call, option.layout)
         return found
 
     def run(self, orders: np.ndarray, choices: np.ndarray) -> Schedules:

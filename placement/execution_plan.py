@@ -5,15 +5,20 @@ Calls that share a slot take turns, and others run side by side. A plan is chose
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from placement.call_schedule import Option, Problem
 from placement.calls import StepGraph
 from placement.layouts import Layout
+from placement.layouts import NoLayout as NoLayout
+from placement.planning.objective import Objective
+from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, pays_back, preferred_value
 from placement.schedule_search import Found, Goal, ScheduleSearch
+
+MANY = 1000.0  # slots' worth of a second if only time counts
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,6 @@ class ExecutionPlan:
             if call.call == name:
                 return call
         raise KeyError(name)
-
-
-class NoLayout(ValueError):
-    """Raised when a call has no layout within what the recipe and the slots allow."""
 
 
 def plan_calls(
@@ -102,6 +103,77 @@ def plan_calls(
     return execution_plan(problem, ScheduleSearch(problem).best(Goal(value_per_s)))
 
 
+def plan_step(problem: Problem, objective: Objective, running: ExecutionPlan | None = None) -> tuple[ExecutionPlan, float]:
+    """Return the plan that meets an objective best, and the worth of a second by which it was chosen.
+
+    Where none meets a deadline or a budget, the nearest plan is returned, and its reason says so. running: the plan to begin with.
+    """
+    search, start = ScheduleSearch(problem), _layouts(running)
+    least_slot_s = sum(min(one.slot_seconds for one in problem.options[call.name]) for call in problem.graph.calls)
+    fastest = search.best(Goal(MANY * problem.slots), start)
+    of_time = preferred_value(1.0, least_slot_s, fastest.seconds)
+    met, value_per_s = "", of_time
+    if objective.deadline_s is not None:
+        value_per_s = 0.0
+        found = search.best(Goal(0.0, most_s=objective.deadline_s), start)
+        if not found.is_allowed:
+            found, met = fastest, f"no plan takes {objective.deadline_s:g} s or less; the fastest takes "
+    elif objective.budget is not None:
+        found = search.best(Goal(MANY * problem.slots, most_slot_s=objective.budget), start)
+        if not found.is_allowed:
+            found, met = search.best(Goal(0.0), start), f"no plan costs {objective.budget:g} slot-s or less; the cheapest takes "
+    else:
+        if objective.knee:
+            cheapest = search.best(Goal(0.0), start)
+            value_per_s = (fastest.slot_seconds - cheapest.slot_seconds) / max(cheapest.seconds - fastest.seconds, 1e-12)
+        elif objective.prefer is not None:
+            value_per_s = preferred_value(objective.prefer, least_slot_s, fastest.seconds)
+        found = search.best(Goal(value_per_s), start)
+    plan = execution_plan(problem, found)
+    return replace(plan, reason=met + plan.reason), value_per_s
+
+
+def replan(
+    problem: Problem,
+    objective: Objective,
+    running: ExecutionPlan,
+    *,
+    once_s: Callable[[ExecutionPlan], float],
+    lasts: float,
+    payback: float = MAX_COST_SHARE,
+) -> ExecutionPlan:
+    """Return the plan for the next step: a new one, or the running one unless a change pays back while it lasts.
+
+    Parameters
+    ----------
+    problem : Problem
+        The choices, with today's times and memory.
+    running : ExecutionPlan
+        The plan of the last step. Where one of its layouts is no choice any more, the change is urgent.
+    once_s : callable
+        Seconds, once, that a change to a plan takes: restarts, resharding of trained state, parking.
+    lasts : float
+        Steps that the new plan will probably last (`ResizeHistory.horizon`).
+    payback : float
+        Share of the saving over these steps that the change may cost (Nereus).
+    """
+    plan, value_per_s = plan_step(problem, objective, running)
+    stay = ScheduleSearch(problem).of(_layouts(running))
+    if stay is None:
+        return replace(plan, reason=f"the running plan is not possible any more: {plan.reason}")
+    if _layouts(plan) == _layouts(running):
+        return plan
+    before = stay.value(value_per_s)
+    saving = before - plan.slot_seconds - value_per_s * plan.seconds
+    pays, why = pays_back(saving, before, (problem.slots + value_per_s) * once_s(plan), lasts, payback, MIN_SAVING)
+    chosen = plan if pays else execution_plan(problem, stay)
+    return replace(chosen, reason=f"{chosen.reason}; {'a change' if pays else 'as before: a change'} {why}")
+
+
+def _layouts(plan: ExecutionPlan | None) -> list[tuple[str, Layout]]:
+    return [] if plan is None else [(call.call, call.layout) for call in plan.calls]
+
+
 def execution_plan(problem: Problem, found: Found) -> ExecutionPlan:
     """Return the plan of a schedule: slots by number, and the reason in words."""
     calls = _with_numbers(problem, found)
@@ -120,7 +192,7 @@ def _with_numbers(problem: Problem, found: Found) -> tuple[PlannedCall, ...]:
     starts, ends = found.schedules.starts[0], found.schedules.ends[0]
     for number in found.order.tolist():
         call, start_s, end_s = problem.graph.calls[number], float(starts[number]), float(ends[number])
-        layout, chosen = problem.options[call.name][found.choice[number]].layout, []
+        layout, chosen = found.options[number].layout, []
         for node in np.nonzero(found.schedules.nodes[0, number])[0].tolist():
             numbers = range(node * problem.slots_per_node, (node + 1) * problem.slots_per_node)
             free = [slot for slot in numbers if busy_until.get(slot, 0.0) <= start_s]

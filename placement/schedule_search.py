@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from placement.call_schedule import Problem, Scheduler, Schedules
+from placement.call_schedule import Option, Problem, Scheduler, Schedules
+from placement.layouts import Layout
 
 MAX_CHOICES = 1 << 17  # ways to choose an option for each call that are searched exactly
 MAX_ORDERS = 256
 MAX_ROWS = 20_000  # schedules in an exact search: 50 ms on one core of an AMD EPYC server
 FIRST_ROWS, LATER_ROWS = 256, 2048
-CHAINS, MOVES = 64, 200
+CHAINS, MOVES = 64, 250
 EXCHANGES = 0.2  # share of moves that exchange two calls
+PAIRS = 0.5  # share of the other moves that also let another call run beside the first
 TEMPERATURES = (0.05, 0.0005)  # first and last, as a share of the value
+Layouts = Sequence[tuple[str, Layout]]  # calls by name, in order of their starts
 OVER = 100.0  # penalty of what exceeds a limit, as a multiple of the whole cost
 SLACK = 1e-9  # relative: sums of the same numbers in another order
 
@@ -45,13 +48,13 @@ class Goal:
 
 @dataclass(frozen=True)
 class Found:
-    """The best schedule that was found: its list and options (n,), and the schedule as the only one of `schedules`.
+    """The best schedule that was found: its list (n,), the options by number of the call, and the schedule as the only one of `schedules`.
 
     is_allowed: whether it is within the goal's limits. is_exact: no schedule is better.
     """
 
     order: np.ndarray
-    choice: np.ndarray
+    options: tuple[Option, ...]
     schedules: Schedules
     is_allowed: bool
     is_exact: bool
@@ -59,6 +62,10 @@ class Found:
     @property
     def seconds(self) -> float:
         return float(self.schedules.seconds[0])
+
+    def value(self, value_per_s: float) -> float:
+        """Return the cost of the schedule, with its seconds at their worth."""
+        return self.slot_seconds + value_per_s * self.seconds
 
     @property
     def slot_seconds(self) -> float:
@@ -70,6 +77,7 @@ class ScheduleSearch:
 
     def __init__(self, problem: Problem, seed: int = 0) -> None:
         self.problem, self.scheduler, self.seed = problem, Scheduler(problem), seed
+        self.goal = Goal(0.0)
         self.counts = np.array([len(options) for options in self.scheduler.options])
         self.orders = np.array(list(itertools.islice(_orders(self.scheduler.needs), MAX_ORDERS + 1)))
 
@@ -78,19 +86,45 @@ class ScheduleSearch:
         """Whether an exact search is tried. On several nodes no list may give the best schedule."""
         return self.problem.nodes == 1 and len(self.orders) <= MAX_ORDERS and math.prod(self.counts.tolist()) <= MAX_CHOICES
 
-    def best(self, goal: Goal, start: Found | None = None, *, exactly: bool = True) -> Found:
-        """Return the best schedule for a goal. `start`: one to begin with. `exactly`: whether few schedules are searched exactly."""
+    def best(self, goal: Goal, start: Layouts = (), *, exactly: bool = True) -> Found:
+        """Return the best schedule for a goal.
+
+        start: calls in order with their layouts, such as those of the plan that runs, to begin with. exactly: whether few schedules are
+        searched exactly.
+        """
         self.goal, self.value = goal, math.inf
         self.order, self.choice = self.orders[0], self._greedy()
         self._try(self.order[None], self.choice[None])
-        if start is not None:
-            self._try(start.order[None], start.choice[None])
+        if begun := self._numbered(start):
+            self._try(*begun)
         is_exact = exactly and self.is_small and self._search_exactly()
         if not is_exact:
             self._run_chains()
-        schedules = self.scheduler.run(self.order[None], self.choice[None])
-        is_allowed = goal.allows(float(schedules.seconds[0]), float(schedules.slot_seconds[0]))
-        return Found(self.order, self.choice, schedules, is_allowed, is_exact)
+        return self._found(self.order[None], self.choice[None], is_exact)
+
+    def of(self, start: Layouts) -> Found | None:
+        """Return the schedule of these calls in this order, each in its layout. None if a call has no such option any more."""
+        begun = self._numbered(start)
+        return self._found(*begun, is_exact=False) if begun else None
+
+    def _found(self, order: np.ndarray, choice: np.ndarray, is_exact: bool) -> Found:
+        schedules = self.scheduler.run(order, choice)
+        options = tuple(some[at] for some, at in zip(self.scheduler.options, choice[0], strict=True))
+        is_allowed = self.goal.allows(float(schedules.seconds[0]), float(schedules.slot_seconds[0]))
+        return Found(order[0], options, schedules, is_allowed, is_exact)
+
+    def _numbered(self, start: Layouts) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the list and the options (1, n) of calls with these layouts, or None if they are not those of the problem."""
+        numbers = {call.name: number for number, call in enumerate(self.problem.graph.calls)}
+        choice = np.zeros(len(numbers), int)
+        if [name for name, _ in start if name in numbers] != [name for name, _ in start] or len(start) != len(numbers):
+            return None
+        for name, layout in start:
+            layouts = [option.layout for option in self.scheduler.options[numbers[name]]]
+            if layout not in layouts:
+                return None
+            choice[numbers[name]] = layouts.index(layout)
+        return np.array([[numbers[name] for name, _ in start]]), choice[None]
 
     def _try(self, orders: np.ndarray, choices: np.ndarray) -> np.ndarray:
         """Compute schedules, and keep the best. Returns their values (R,)."""
@@ -136,10 +170,19 @@ class ScheduleSearch:
             exchange &= (at > 0) & ~self.scheduler.needs[call, before]
             others[rows[exchange], at[exchange]], others[rows[exchange], at[exchange] - 1] = before[exchange], call[exchange]
             other_choices[rows[~exchange], call[~exchange]] = random.integers(0, self.counts[call[~exchange]])
+            beside = ~exchange & (random.random(CHAINS) < PAIRS) & (call != before)
+            self._fit_beside(other_choices, rows[beside], call[beside], before[beside], random.random(int(beside.sum())))
             found = self._try(others, other_choices)
             heat = values * hot * (cold / hot) ** (move / MOVES)
             take = (found <= values) | (random.random(CHAINS) < np.exp(np.minimum(0.0, (values - found) / heat)))
             orders[take], choices[take], values[take] = others[take], other_choices[take], found[take]
+
+    def _fit_beside(self, choices: np.ndarray, rows: np.ndarray, calls: np.ndarray, others: np.ndarray, drawn: np.ndarray) -> None:
+        """Change the options of `others` to ones that leave the slots of `calls`, mostly of many slots. drawn: in [0, 1)."""
+        slots = self.scheduler.slots
+        left = self.problem.slots - slots[calls, choices[rows, calls]]
+        fits = ((slots[others] <= left[:, None]) & np.isfinite(self.scheduler.seconds[others])).sum(1)
+        choices[rows, others] = np.where(fits, (fits * np.sqrt(drawn)).astype(int), choices[rows, others])
 
 
 def _orders(needs: np.ndarray) -> Iterator[list[int]]:

@@ -401,3 +401,32 @@ def test_memory_of_a_supervised_stage(unjoined: None, tmp_path: Path, capsys) ->
     assert "494 M parameters in bfloat16" in text and "Predicted peaks, with rows of 400 tokens" in text
     with pytest.raises(UserError, match=r"policy\.path: nowhere is not a folder"):
         run(recipe, "--memory", "policy.path=nowhere")
+
+
+def test_execution_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
+    """A plan of the calls, on cores and on GPUs; what a recipe sets is a constraint."""
+    recipe = tmp_path / "r.yaml"
+    ppo = "algorithm: {advantage: {estimator: gae}, kl: {coefficient: 0.1, place: reward}}"
+    stages = "learner: {zero_stage: 1}"
+    model = folder(tmp_path / "model", QWEN_05B)
+    recipe.write_text(f"policy: {{path: {model}, dtype: bfloat16}}\n{ppo}\nprompts: {{path: p}}\nreward: {{function: math}}\n{stages}")
+    gpus = ("--execution", "--device", "H100", "--devices", "8", "--prefer", "1")
+    told = said(capsys, recipe, *gpus)
+    names = ["generate", "reference log-probabilities", "old log-probabilities", "values", "critic update", "policy update"]
+    assert sorted(call["call"] for call in told["calls"]) == sorted(names)
+    assert told["seconds"] <= told["in_turn_s"] and all(len(call["slots"]) <= 8 for call in told["calls"])
+    two = said(capsys, recipe, "learner.ranks=2", *gpus)
+    ranks = {call["call"]: len(call["slots"]) for call in two["calls"]}
+    assert ranks["policy update"] == ranks["old log-probabilities"] == 2
+    run(recipe, "--execution", "cluster.cpus=4")
+    chart = capsys.readouterr().out
+    assert all(name in chart for name in names) and "█" in chart and "one after the other" in chart
+    for settings, message in (
+        (("learner.ranks=3", *gpus), r"policy: no layout with 3 slots fits; the nearest that does is"),
+        (("--execution", "cluster.cpus=4", "critic.ranks=6"), r"values: 6 ranks do not fit 4 slots; the most that do are 4"),
+        (("--execution", "--device", "H100", "--devices", "12"), r"12 devices: more than 8 must be whole nodes of 8"),
+        (("--execution", "--device", "H1000", "--devices", "8"), r"unknown device `H1000`; did you mean"),
+        (("--execution", "--actors", "2"), r"leave out --actors: --execution plans a step"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(recipe, *settings)

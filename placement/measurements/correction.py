@@ -44,9 +44,9 @@ class Correction:
         self.sizes, self.logs = np.empty(0), np.empty(0)  # log of the model's prediction, and log of measured / predicted
         self.made = np.empty((0, 4))  # corrected prediction, measurement, whether that is in the central 50 % and 90 %
 
-    def factor(self, predicted: float) -> float:
-        """Return the factor on the model's prediction. 1 before the first record."""
-        of_all = _middle(self._ages(), self.logs, 1.0)  # stands for what was not seen of this size
+    def factor(self, predicted: float, unseen: float = 1.0) -> float:
+        """Return the factor on the model's prediction. `unseen`: the factor before the first record."""
+        of_all = _middle(self._ages(), self.logs, unseen)  # stands for what was not seen of this size
         return _middle(self._weights(predicted), self.logs, of_all)
 
     def correct(self, predicted: float) -> float:

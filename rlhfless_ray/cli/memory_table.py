@@ -34,7 +34,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
 
     Prompts and rows are not read: for predictions each counts as long as it may be.
     """
-    job, longest, notes = _load_stage(path, overrides) if is_stage(path, overrides) else _load_run(path, overrides)
+    job, longest, notes = _load_stage(path, overrides) if is_stage(path, overrides) else load_run(path, overrides)
     room = local_room(job.recipe)
     least, policy = job.least(room), job.models["policy"]
     if not as_json:
@@ -65,7 +65,7 @@ def _settings(job: JobMemory, room: Room) -> JsonObject:
     return {**{key: getattr(job.recipe.learner, key) for key in job.auto_keys}, **kv}
 
 
-def _load_run(path: Path, overrides: list[str]) -> tuple[RunMemory, RunMemory, list[str]]:
+def load_run(path: Path, overrides: list[str]) -> tuple[RunMemory, RunMemory, list[str]]:
     """Return a run's memory before its prompts are read, the same with the longest prompts, and notes.
 
     Raises UserError for settings that the policy or this machine cannot have.

@@ -24,6 +24,7 @@ MAX_SCENARIOS, MAX_DRAWS = 10_000, 50_000_000  # a few seconds and 400 MB; more 
 
 
 FOR_MEMORY = {"lengths", "overrides", "memory", "as_json"}
+FOR_EXECUTION = {"lengths", "overrides", "execution", "as_json", "device", "devices", "prefer", "deadline", "budget", "knee"}
 ONLY_FOR_FLEET = {"fleet", "steps", "spot_discount", "calibrate"}
 FOR_FLEET = {"lengths", "column", "model", "device", "prefer", "deadline", "budget", "knee", "as_json", *ONLY_FOR_FLEET}
 
@@ -31,9 +32,14 @@ FOR_FLEET = {"lengths", "column", "model", "device", "prefer", "deadline", "budg
 def plan(
     ctx: typer.Context,
     lengths: Annotated[
-        Path, typer.Argument(parser=local_file, help="Response tokens: .json, .jsonl or .csv, or a run folder. With --memory: a recipe.")
+        Path,
+        typer.Argument(
+            parser=local_file, help="Response tokens: .json, .jsonl or .csv, or a run folder. With --memory or --execution: a recipe."
+        ),
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="With --memory: settings of the recipe, as section.key=value.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="With --memory or --execution: settings of the recipe, as section.key=value.")
+    ] = None,
     actors: Annotated[int | None, typer.Option(help="Maximum number of actors.")] = None,
     devices: Annotated[
         int | None, typer.Option(help="Maximum number of devices, instead of --actors. The planner chooses the engines' width.")
@@ -80,6 +86,9 @@ def plan(
         float, typer.Option(help="With --fleet: measured divided by planned seconds, as import-logs prints it. Scales times and costs.")
     ] = 1.0,
     memory: Annotated[bool, typer.Option("--memory", help="Show the memory that a recipe's functions need, instead of plans.")] = False,
+    execution: Annotated[
+        bool, typer.Option("--execution", help="Show which calls of a recipe's step run when, on this machine or on --devices of --device.")
+    ] = False,
 ) -> None:
     """Show the frontier of time and cost of a rollout with these lengths, and the plan that a goal selects."""
     if memory:
@@ -88,8 +97,14 @@ def plan(
         leave_out(ctx, ctx.params.keys() - FOR_MEMORY, "--memory shows no plans")
         show_memory(lengths, overrides or [], as_json)
         return
+    if execution:
+        from rlhfless_ray.cli.execution_table import show_execution
+
+        leave_out(ctx, ctx.params.keys() - FOR_EXECUTION, "--execution plans a step of the recipe, not a rollout of these lengths")
+        show_execution(lengths, overrides or [], device, devices, _objective(prefer, deadline, budget, knee), as_json)
+        return
     if overrides:
-        raise UserError(f"unexpected argument {overrides[0]}: settings of a recipe can only be given with --memory")
+        raise UserError(f"unexpected argument {overrides[0]}: settings of a recipe can only be given with --memory or --execution")
     if fleet is not None:
         from rlhfless_ray.cli.fleet_table import show_fleets
 

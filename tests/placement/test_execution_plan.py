@@ -11,8 +11,9 @@ import pytest
 
 from placement.call_schedule import Option, Problem
 from placement.calls import OLD, TRAIN_CRITIC, TRAIN_POLICY, VALUES, Call, Features, Kind, ModelRole, StepGraph, part, step_graph
-from placement.execution_plan import ExecutionPlan, NoLayout, execution_plan, plan_calls
-from placement.layouts import Layout
+from placement.execution_plan import ExecutionPlan, execution_plan, plan_calls, plan_step, replan
+from placement.layouts import Layout, NoLayout
+from placement.planning.objective import Objective
 from placement.schedule_search import Goal, ScheduleSearch
 
 pytestmark = pytest.mark.pure
@@ -110,7 +111,7 @@ def ppo_problem(rng: random.Random, nodes: int, slots_per_node: int) -> Problem:
         layouts = [Layout(n // t, t) for n in counts for t in (1, 2, 4, 8) if t <= min(n, slots_per_node)]
         options[call.name] = [Option(one, work * (fixed + (1 - fixed) / one.slots) * rng.uniform(1, 1.3)) for one in layouts]
     change = rng.uniform(0, 0.1)
-    return Problem(PPO, options, nodes, slots_per_node, change_s=lambda model, before, after: change * (before != after))
+    return Problem(PPO, options, nodes, slots_per_node, change_s=lambda before, had, call, has: change * (had != has))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -121,8 +122,9 @@ def test_many_nodes(seed: int) -> None:
     found = search.best(Goal(128.0))
     assert time.process_time() - began_s < 5  # 0.5 s on an idle machine
     assert_possible(execution_plan(problem, found), problem)
-    again = search.best(Goal(128.0), found)
-    assert again.slot_seconds + 128 * again.seconds <= found.slot_seconds + 128 * found.seconds
+    layouts = [(call.call, call.layout) for call in execution_plan(problem, found).calls]
+    assert search.of(layouts).value(128.0) == pytest.approx(found.value(128.0))
+    assert search.best(Goal(128.0), layouts).value(128.0) <= found.value(128.0) * (1 + 1e-9)
 
 
 def test_limits() -> None:
@@ -134,6 +136,47 @@ def test_limits() -> None:
     assert between.is_allowed and cheap.slot_seconds <= between.slot_seconds <= fast.slot_seconds
     assert not search.best(Goal(0.0, most_s=0.9 * fast.seconds)).is_allowed
     assert not search.best(Goal(1e6, most_slot_s=0.9 * cheap.slot_seconds)).is_allowed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_objective_chooses_as_it_does_among_rollouts(seed: int) -> None:
+    problem = ppo_problem(random.Random(seed), 1, 4)
+    fast, _ = plan_step(problem, Objective(prefer=1.0))
+    cheap, _ = plan_step(problem, Objective(prefer=0.0))
+    knee, worth = plan_step(problem, Objective(knee=True))
+    assert fast.seconds <= knee.seconds <= cheap.seconds and cheap.slot_seconds <= knee.slot_seconds <= fast.slot_seconds
+    assert worth == pytest.approx((fast.slot_seconds - cheap.slot_seconds) / (cheap.seconds - fast.seconds))
+    half, _ = plan_step(problem, Objective(prefer=0.5))
+    score = [plan.seconds / fast.seconds + plan.slot_seconds / cheap.slot_seconds for plan in (half, fast, knee, cheap)]
+    assert score[0] <= min(score) * (1 + 1e-9)
+    late, _ = plan_step(problem, Objective(deadline_s=1.1 * fast.seconds))
+    assert late.seconds <= 1.1 * fast.seconds and late.slot_seconds <= fast.slot_seconds
+    missed, _ = plan_step(problem, Objective(deadline_s=0.5 * fast.seconds))
+    assert missed.seconds == fast.seconds and missed.reason.startswith("no plan takes")
+    paid, _ = plan_step(problem, Objective(budget=1.1 * cheap.slot_seconds))
+    assert paid.slot_seconds <= 1.1 * cheap.slot_seconds * (1 + 1e-9) and paid.seconds <= cheap.seconds
+    broke, _ = plan_step(problem, Objective(budget=0.5 * cheap.slot_seconds))
+    assert broke.slot_seconds == pytest.approx(cheap.slot_seconds) and broke.reason.startswith("no plan costs")
+
+
+def test_a_change_of_plan_pays_back_or_is_not_made() -> None:
+    names, goal = (TRAIN_CRITIC, TRAIN_POLICY), Objective(prefer=1.0)
+
+    def problem(seconds: dict[int, float]) -> Problem:
+        options = {name: [Option(Layout(count), took) for count, took in seconds.items()] for name in names}
+        return Problem(part(PPO, names), options, 1, 2)
+
+    before, _ = plan_step(problem({1: 1.0, 2: 0.4}), goal)
+    assert len(before[TRAIN_POLICY].slots) == 2
+    now = problem({1: 1.0, 2: 0.9})
+    cheap = replan(now, goal, before, once_s=lambda plan: 0.1, lasts=4)
+    assert len(cheap[TRAIN_POLICY].slots) == 1 and "a change saves" in cheap.reason
+    dear = replan(now, goal, before, once_s=lambda plan: 10.0, lasts=4)
+    assert [call.layout for call in dear.calls] == [call.layout for call in before.calls] and "as before: a change saves" in dear.reason
+    assert dear.seconds == pytest.approx(1.8), "with today's times"
+    urgent = replan(problem({1: 1.0}), goal, before, once_s=lambda plan: 1e6, lasts=1)
+    assert len(urgent[TRAIN_POLICY].slots) == 1 and urgent.reason.startswith("the running plan is not possible any more")
+    assert replan(now, goal, cheap, once_s=lambda plan: 1e6, lasts=1).seconds == cheap.seconds
 
 
 def test_updates_run_side_by_side_where_a_second_slot_gains_little() -> None:
@@ -155,7 +198,7 @@ def test_layouts_change_only_where_it_pays() -> None:
         TRAIN_CRITIC: [Option(Layout(2), 1.0), Option(Layout(1, 2), 1.5)],
     }
     for change, seconds in ((0.1, 1.9), (0.3, 2.0)):
-        problem = Problem(graph, options, 1, 2, change_s=lambda model, before, after, c=change: c * (before != after))
+        problem = Problem(graph, options, 1, 2, change_s=lambda before, had, call, has, c=change: c * (had != has))
         assert ScheduleSearch(problem).best(Goal(1.0)).seconds == pytest.approx(seconds)
 
 
