@@ -24,6 +24,8 @@ class ModelRole(StrEnum):
     CRITIC = "critic"
     REFERENCE = "reference"
     REWARD = "reward"
+    ENGINES = "engines"
+    """The policy of an earlier step, which engines have while the learner works, see `lagged`."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,13 @@ def step_graph(features: Features) -> StepGraph:
         calls.append(Call(TRAIN_CRITIC, ModelRole.CRITIC, Kind.TRAIN, tuple(for_advantages)))
     calls.append(Call(TRAIN_POLICY, ModelRole.POLICY, Kind.TRAIN, tuple(dict.fromkeys([*for_advantages, *passes]))))
     return StepGraph(tuple(calls))
+
+
+def lagged(graph: StepGraph) -> StepGraph:
+    """Return what a step does with a lag of one: the next step's rollout beside the other calls, which have their responses already."""
+    wanted = part(graph, (call.name for call in graph.calls if call.kind is not Kind.GENERATE))
+    ahead = (Call(call.name, ModelRole.ENGINES, call.kind) for call in graph.calls if call.kind is Kind.GENERATE)
+    return StepGraph((*ahead, *wanted.calls))
 
 
 def part(graph: StepGraph, names: Iterable[str]) -> StepGraph:

@@ -84,6 +84,7 @@ def _problem(job: RunMemory, longest_tokens: int, device: str | None, devices: i
     own = job.models["policy"]
     sizes = {
         ModelRole.POLICY: own,
+        ModelRole.ENGINES: own,
         ModelRole.REFERENCE: job.models.get("reference", own),
         ModelRole.CRITIC: job.models.get("critic", own),
         ModelRole.REWARD: job.models.get("reward", own),
@@ -113,12 +114,12 @@ def _problem(job: RunMemory, longest_tokens: int, device: str | None, devices: i
 
 
 def step_graph_of(recipe: Recipe) -> StepGraph:
-    """Return the calls of a recipe's step."""
-    from placement.calls import Features, step_graph
+    """Return the calls of a recipe's step. With a lag the next step's rollout is one of them."""
+    from placement.calls import Features, lagged, step_graph
 
     kl = recipe.algorithm.kl
     samples = recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
-    return step_graph(
+    graph = step_graph(
         Features(
             values=ESTIMATORS[recipe.algorithm.advantage.estimator].critic,
             reference=recipe.has_reference,
@@ -127,6 +128,7 @@ def step_graph_of(recipe: Recipe) -> StepGraph:
             kl_in_reward=kl.coefficient > 0 and kl.place == "reward",
         )
     )
+    return lagged(graph) if recipe.rollout.rolls_out_ahead else graph
 
 
 def _set_numbers(call: Call, recipe: Recipe) -> tuple[int | None, int | None]:

@@ -10,7 +10,21 @@ import numpy as np
 import pytest
 
 from placement.call_schedule import Option, Problem
-from placement.calls import OLD, TRAIN_CRITIC, TRAIN_POLICY, VALUES, Call, Features, Kind, ModelRole, StepGraph, part, step_graph
+from placement.calls import (
+    GENERATE,
+    OLD,
+    TRAIN_CRITIC,
+    TRAIN_POLICY,
+    VALUES,
+    Call,
+    Features,
+    Kind,
+    ModelRole,
+    StepGraph,
+    lagged,
+    part,
+    step_graph,
+)
 from placement.execution_plan import ExecutionPlan, execution_plan, plan_calls, plan_step, replan
 from placement.layouts import Layout, NoLayout
 from placement.planning.objective import Objective
@@ -189,6 +203,15 @@ def test_updates_run_side_by_side_where_a_second_slot_gains_little() -> None:
     assert len(fixed[TRAIN_POLICY].slots) == 2 and fixed.seconds > plan.seconds
     with pytest.raises(NoLayout, match="policy update: cannot run on 3 of 2 slots; the nearest number that it can run on is 2"):
         plan_calls(part(PPO, names), 2, times, value_per_s=1.0, fixed={TRAIN_POLICY: 3})
+
+
+def test_with_a_lag_the_rollout_works_beside_the_update() -> None:
+    graph = step_graph(Features())
+    times = {GENERATE: {1: 3.0, 2: 1.6}, TRAIN_POLICY: {1: 2.0, 2: 1.5}}
+    assert plan_calls(graph, 2, times, value_per_s=9.0).seconds == pytest.approx(3.1)
+    beside = plan_calls(lagged(graph), 2, times, value_per_s=9.0)
+    assert beside.seconds == pytest.approx(3.0) and beside[GENERATE].start_s == beside[TRAIN_POLICY].start_s == 0
+    assert lagged(PPO)[TRAIN_POLICY].needs == tuple(name for name in PPO[TRAIN_POLICY].needs if name != GENERATE)
 
 
 def test_layouts_change_only_where_it_pays() -> None:
