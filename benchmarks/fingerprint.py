@@ -31,6 +31,7 @@ from placement import LengthForecaster, Objective, Pool, Speed, choose, frontier
 from placement.forecast.forecaster import forecast_quality
 from placement.forecast.group_conditioning import group_error_correlation
 from placement.forecast.remaining_length import Forecast
+from placement.measurements.term import Term
 from placement.migration.decide_moves import LiveState, Settings, decide_moves
 from placement.planning.bounds import cost_bound, rollout_bounds
 from placement.scaling.prefix_benefit import PrefixCosts, PrefixDemand, choose_prefix
@@ -38,7 +39,6 @@ from placement.scaling.resize_policy import ResizeHistory, Transition, assign_gr
 from placement.simulate import POLICIES, parse, simulate, simulate_run
 from placement.simulate.rollout import NAMES
 from placement.simulate.synthetic_workload import SyntheticWorkload
-from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import SpeedFit
 
 DIGITS = 6

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from placement.measurements.correction import Correction
+import numpy as np
+
+from placement.measurements.correction import FAR, FAR_IN_A_ROW, Accuracy, Correction, FarOff
+from placement.measurements.term import Term
 from placement.measurements.trial import Trial
-from placement.speed.cost_terms import Term
+
+FEW = 5  # predictions of a quantity before its accuracy is shown
+# Quantities in words. Their units are seconds, except for the cost.
+WORDS = {
+    "rollout": "rollout time",
+    "cost": "rollout cost",
+    "step": "step time",
+    "cold_start": "start of an engine",
+    "warm_start": "wake of parked engines",
+    "transfer": "load of weights",
+    "transfer_away": "load of weights on another node",
+    "prefill": "prefill",
+    "passes": "passes before the update",
+    "gradients": "early gradients",
+    "score": "scoring",
+    "pause": "pause for new weights",
+    "around": "rollout besides decoding",
+    "outside": "step besides its phases",
+}
+_MANY = f"the last {FAR_IN_A_ROW} forecasts were off by more than {FAR:g} times their 90 % interval"
 
 
 class Measurements:
@@ -33,18 +56,64 @@ class Measurements:
         self.step = Correction()  # seconds of a step
         self.moves = Trial()  # of sequences between engines, to save time
         self.early_gradients = Trial()
+        self.lengths = FarOff()  # forecasts of single responses
+        self.far_lengths = 0  # times that many of them in a row were far off, since the user was told
+        self._others: list[Callable[[], Mapping[str, Term]]] = []
+
+    def include(self, terms: Callable[[], Mapping[str, Term]]) -> None:
+        """Show the accuracy of further times too. `terms`: returns them by what they are, in words. Their owner keeps their state."""
+        self._others.append(terms)
+
+    def _predicted(self) -> Iterator[tuple[str, Correction]]:
+        """Yield the name of each predicted quantity, and what its predictions missed."""
+        for name, one in self._kept():
+            if not isinstance(one, Trial):
+                yield name, one.missed if isinstance(one, Term) else one
+        for terms in self._others:
+            yield from ((name, term.missed) for name, term in terms().items())
+
+    def accuracies(self) -> dict[str, Accuracy]:
+        """Return how good the newest predictions of each quantity were, by its name, once there are some of it."""
+        found = ((name, missed.accuracy()) for name, missed in self._predicted())
+        return {name: accuracy for name, accuracy in found if accuracy is not None and accuracy.records >= FEW}
+
+    def observe_lengths(self, forecast: np.ndarray, tokens: np.ndarray) -> None:
+        """Count responses whose lengths (n,) are far outside their forecasts, (n, S) draws, in a row across steps."""
+        low, middle, high = np.quantile(forecast, (0.05, 0.5, 0.95), axis=1)
+        is_far = (tokens < middle - FAR * np.maximum(middle - low, 1.0)) | (tokens > middle + FAR * np.maximum(high - middle, 1.0))
+        for one in is_far.tolist():
+            self.lengths.count(one)
+            self.far_lengths += self.lengths.take()
+
+    def take_far_off(self) -> list[str]:
+        """Return a sentence for each quantity whose newest predictions were all far off, once until one of them is better."""
+        sentences = []
+        for name, missed in self._predicted():
+            if missed.far.take():
+                (predicted, measured, _), what = missed.made[-1], WORDS.get(name, name)
+                sentences.append(f"{what}: {_MANY}; the last one was {predicted:.3g} predicted and {measured:.3g} measured")
+        if self.far_lengths:
+            sentences.append(f"response lengths: {_MANY}")
+        self.far_lengths = 0
+        return sentences
 
     def settle(self) -> None:
         """Fit all pending records."""
-        for one in vars(self).values():
+        for _, one in self._kept():
             if isinstance(one, Term):
                 one.settle()
 
+    def _kept(self) -> Iterator[tuple[str, Term | Correction | Trial]]:
+        """Yield what is part of the state, by name."""
+        for name, one in vars(self).items():
+            if isinstance(one, Term | Correction | Trial):
+                yield name, one
+
     def state(self) -> dict[str, Any]:
-        return {name: one.state() for name, one in vars(self).items()}
+        return {name: one.state() for name, one in self._kept()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state. What is missing in it keeps its seed."""
-        for name, one in vars(self).items():
+        for name, one in self._kept():
             if name in state:
                 one.restore(state[name])

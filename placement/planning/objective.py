@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+
 
 class Point(Protocol):
-    """Anything with a time and a cost, such as a `Plan`."""
+    """Anything with a time and a cost."""
 
     @property
     def time_s(self) -> float: ...
@@ -17,7 +19,14 @@ class Point(Protocol):
     def cost(self) -> float: ...
 
 
-P = TypeVar("P", bound=Point)
+class EnginesPoint(Point, Protocol):
+    """A point of some number of engines, such as a `Plan`."""
+
+    @property
+    def actors(self) -> int: ...
+
+
+P = TypeVar("P", bound=EnginesPoint)
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class NotFeasible(ValueError):
         self.nearest = nearest
 
 
-def choose(plans: Sequence[P], objective: Objective) -> Choice[P]:
+def choose(plans: Sequence[P], objective: Objective, unit: str = "slot-s") -> Choice[P]:
     """Choose the plan that meets an objective best.
 
     `prefer` minimises prefer · time / fastest + (1 - prefer) · cost / cheapest, and takes the faster plan on a tie.
@@ -136,16 +145,16 @@ def choose(plans: Sequence[P], objective: Objective) -> Choice[P]:
     >>> choose(plans, Objective(prefer=1.0)).plan is plans[0]
     True
     """
-    choice = choose_nearest(plans, objective)
+    choice = choose_nearest(plans, objective, unit)
     if not choice.met:
         raise NotFeasible(choice)
     return choice
 
 
-def choose_nearest(plans: Sequence[P], objective: Objective) -> Choice[P]:
+def choose_nearest(plans: Sequence[P], objective: Objective, unit: str = "slot-s") -> Choice[P]:
     """Choose as `choose` does, but return the nearest plan with `met=False` where no plan meets the objective.
 
-    Use it in a loop that must not stop. Raises ValueError only if `plans` is empty.
+    Use it in a loop that must not stop. `unit`: of costs, for the reason. Raises ValueError only if `plans` is empty.
 
     Examples
     --------
@@ -167,27 +176,45 @@ def choose_nearest(plans: Sequence[P], objective: Objective) -> Choice[P]:
         at = min(every, key=lambda i: (share * times[i] / fastest + (1 - share) * costs[i] / cheapest, times[i], costs[i]))
         if share in (0.0, 1.0):
             at = fast if share else cheap
-        why = f"prefer {share:g} between cheapest (0) and fastest (1)"
     elif objective.deadline_s is not None:
         can = [i for i in every if times[i] <= objective.deadline_s]
         met = bool(can)
         at = min(can, key=lambda i: (costs[i], times[i])) if can else fast
-        why = f"the cheapest within {objective.deadline_s:g} s"
+        why = f"the cheapest within {objective.deadline_s:g} s: "
         if not met:
-            why = f"no plan takes {objective.deadline_s:g} s or less; the nearest deadline that can be met is {times[at]:.4g} s"
+            why = f"no plan takes {objective.deadline_s:g} s or less; the nearest deadline that can be met is {times[at]:.4g} s: "
     elif objective.budget is not None:
         can = [i for i in every if costs[i] <= objective.budget]
         met = bool(can)
         at = min(can, key=lambda i: (times[i], costs[i])) if can else cheap
-        why = f"the fastest at a cost of at most {objective.budget:g}"
+        why = f"the fastest for at most {objective.budget:g} {unit}: "
         if not met:
-            why = f"no plan costs {objective.budget:g} or less; the nearest budget that can be met is {costs[at]:.4g}"
+            why = f"no plan costs {objective.budget:g} {unit} or less; the nearest budget that can be met is {costs[at]:.4g} {unit}: "
     else:
         at = _knee(times, costs)
-        why = "the knee: going faster costs more than it gains, going cheaper the other way round"
-    figures = f"{times[at]:.4g} s at cost {costs[at]:.4g}"
-    span = f"fastest {times[fast]:.4g} s at cost {costs[fast]:.4g}, cheapest {times[cheap]:.4g} s at cost {costs[cheap]:.4g}"
-    return Choice(plans[at], at, f"{figures}: {why} ({span})" if met else f"{why}: {figures} ({span})", met)
+    return Choice(plans[at], at, f"{why}{in_words(plans[at], unit)}{_alternative(plans[at], plans, unit)}", met)
+
+
+def in_words(plan: EnginesPoint, unit: str = "slot-s") -> str:
+    """Return a plan's engines, seconds and cost, such as "2 engines, 3.81 s, 7.14 slot-s". `unit`: of the cost."""
+    return f"{plan.actors} engine{'s' * (plan.actors != 1)}, {plan.time_s:.3g} s, {plan.cost:.3g} {unit}"
+
+
+def _alternative(chosen: EnginesPoint, plans: Sequence[EnginesPoint], unit: str) -> str:
+    """Say what more engines would save, or if that is nothing, what fewer would cost in time."""
+    faster = [plan for plan in plans if plan.actors > chosen.actors and plan.time_s < chosen.time_s]
+    if faster:
+        next_one = min(faster, key=lambda plan: (plan.actors, plan.time_s))
+        more, number = next_one.actors - chosen.actors, next_one.actors - 2
+        who = f"{more} more" if more > 1 else f"a {ORDINALS[number]}" if number < len(ORDINALS) else "one more"
+        return f"; {who} would save {chosen.time_s - next_one.time_s:.2g} s for {next_one.cost - chosen.cost:.2g} {unit}"
+    cheaper = [plan for plan in plans if plan.actors < chosen.actors and plan.cost < chosen.cost]
+    if not cheaper:
+        return ""
+    next_one = max(cheaper, key=lambda plan: (plan.actors, -plan.cost))
+    return (
+        f"; {next_one.actors} would save {chosen.cost - next_one.cost:.2g} {unit} but take {next_one.time_s - chosen.time_s:.2g} s longer"
+    )
 
 
 def _knee(times: Sequence[float], costs: Sequence[float]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from placement.planning.objective import Choice, Objective, choose_nearest
+from placement.planning.objective import Choice, Objective, choose_nearest, in_words
 from placement.planning.plan import Plan
 from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, pays_back
 from placement.speed.decode_speed import Speed
@@ -53,25 +53,26 @@ def decide_width(
     value_per_s: float,
     lasts: float,
     gamma: float = MAX_COST_SHARE,
+    unit: str = "slot-s",
 ) -> WidthDecision:
     """Decide whether engines of `width` slots replace those of the `current` width.
 
     stay: the best plan at the current width, or None if none of them meets the objective. chosen: the best at `width`. start_s:
-    until its engines are ready. value_per_s: worth of a second of the step. lasts: steps that the change will last.
+    until its engines are ready. value_per_s: worth of a second of the step. lasts: steps that the change will last. unit: of costs.
 
     A change pays back as any resize does (`resize_policy.decide`): it saves at least MIN_SAVING of a step's cost, and
     the starts of its engines cost at most gamma · saving per step · steps.
     """
     if width == current:
         return WidthDecision(current, f"engines of {slots(current)}")
-    figures = f"engines of {slots(width)} instead of {current}: {chosen.time_s:.3g} s at cost {chosen.cost:.3g}"
+    figures = f"engines of {slots(width)} instead of {current}: {in_words(chosen, unit)}"
     if stay is None:
         return WidthDecision(width, f"{figures}, and no plan with {current} meets the objective")
-    figures += f" (now {stay.time_s:.3g} s at cost {stay.cost:.3g})"
+    figures += f" (now {in_words(stay, unit)})"
     before = stay.cost + value_per_s * stay.time_s
     saving = before - chosen.cost - value_per_s * chosen.time_s
     once = (width * chosen.actors + value_per_s) * start_s
-    pays, why = pays_back(saving, before, once, lasts, gamma, MIN_SAVING)
+    pays, why = pays_back(saving, before, once, lasts, gamma, MIN_SAVING, unit)
     return WidthDecision(width if pays else current, f"{figures} {why}")
 
 

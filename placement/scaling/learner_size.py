@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from placement.measurements.term import Term
 from placement.scaling.resize_policy import Decision, kind_of_change
-from placement.speed.cost_terms import Term
 
 MIN_TRIALS = 2  # trials of each count before counts are compared
 TRIED_AGAIN = 0.02  # share of the updates' time and cost that trials of counts that seem worse may add

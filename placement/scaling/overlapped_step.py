@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from placement.planning.objective import Objective, choose_nearest
+from placement.planning.objective import Objective, choose_nearest, in_words
 from placement.planning.plan import Plan
 from placement.scaling.engine_width import slots
 from placement.scaling.resize_policy import MIN_SAVING, time_value
@@ -115,14 +115,10 @@ def size_together(plans: Mapping[Update, Sequence[Plan]], objective: Objective, 
         before, after = (one.cost + worth * one.time_s for one in (stay.plan, step))
         if stay.met == choice.met and before - after <= MIN_SAVING * before:
             update, plan, step = held[stay.index]
-    others = [
-        f"{slots(one.slots)} beside {engines_in_words(other.actors)}: {other.time_s:.3g} s at cost {other.cost:.3g}"
-        for one, other in best.items()
-        if one != update
-    ]
+    others = [f"{slots(one.slots)} beside {in_words(other)}" for one, other in best.items() if one != update]
     pair = f"{slots(update.slots)} for an update of {update.seconds:.3g} s beside {engines_in_words(plan.actors)}"
     rest = f", the rest on {slots(update.rest.slots)}" if update.rest is not None and update.rest_s(plan.time_s) is not None else ""
-    reason = f"{pair} for a rollout of {plan.time_s:.3g} s{rest}: step of {step.time_s:.3g} s at cost {step.cost:.3g}"
+    reason = f"{pair} for a rollout of {plan.time_s:.3g} s{rest}: step of {step.time_s:.3g} s, {step.cost:.3g} slot-s"
     reason += f" ({'; '.join(others)})" * bool(others)
     return Sizes(update, plan, reason, {one.slots: other.cost + worth * other.time_s for one, other in best.items()})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.speed.cost_terms import Term
+from placement.measurements.term import Term
 
 MARGIN = 0.1  # share of the cost without the service that the service must save: fitted times are no more accurate
 MODES = ("auto", "on", "off")

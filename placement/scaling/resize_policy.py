@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from placement.planning.objective import Objective, choose_nearest
+from placement.planning.objective import Objective, choose_nearest, in_words
 from placement.planning.plan import Plan
 
 MAX_COST_SHARE = 0.5  # share of the predicted saving that a change may cost (Nereus)
@@ -172,12 +172,13 @@ def decide(
     gamma: float = MAX_COST_SHARE,
     min_saving: float = MIN_SAVING,
     urgent: str = "",
+    unit: str = "slot-s",
 ) -> Decision:
     """Decide whether to go from `current` actors to those of the `chosen` plan.
 
     stay: the best plan for the actors held (`best_held_plan`), or None. Both plans exclude one-time starts.
     value_per_s: worth of a second of the step (`time_value`). least: actors that are held even without work. urgent: why the change
-    must not wait, if so.
+    must not wait, if so. unit: of costs, for the reason.
 
     A change is made if its one-time cost is at most gamma · saving per step · steps it will last (Nereus, 2026: gamma
     0.5, horizon the mean of past intervals between targets). So short-lived targets are not followed. It must save at
@@ -186,27 +187,26 @@ def decide(
     works with the actors held, the change is urgent and made.
     """
     if chosen.actors == current:
-        return _to(chosen, current, f"the plan needs the {current} actors held")
+        return _to(chosen, current, "as many as are held")
     if stay is None:
-        urgent = urgent or ("no actor is held yet" if current == 0 else f"no plan works with {current} actors")
+        urgent = urgent or ("none is held yet" if current == 0 else f"no plan works with the {current} that are held")
     if urgent:
-        return _to(chosen, current, f"{urgent}: {chosen.actors} actor{'s' if chosen.actors > 1 else ''} at once")
+        return _to(chosen, current, urgent)
     assert stay is not None
     wanted, idle = max(chosen.actors, least), max(0, current - max(stay.actors, least))
     stay_cost = stay.cost + idle * transition.price * transition.restart_s
     before, after = stay_cost + value_per_s * stay.time_s, chosen.cost + value_per_s * chosen.time_s
     saving, more = before - after, wanted - current
-    now = f"now {current}, {idle} of them idle" if idle else f"now {current}"
-    figures = (
-        f"{chosen.actors} actors: {chosen.time_s:.3g} s at cost {chosen.cost:.3g} ({now}: {stay.time_s:.3g} s at cost {stay_cost:.3g})"
-    )
+    now = f"{in_words(replace(stay, cost=stay_cost), unit)}{f', and {idle} idle' if idle else ''}"
     if more > 0:
         delay_s, starts = transition.starts(current, wanted)
         once = starts + value_per_s * delay_s
     else:
         once = -more * transition.price * transition.restart_s
-    pays, why = pays_back(saving, before, once, min(history.horizon(step), steps_left), gamma, min_saving)
-    return _to(chosen, current, f"{figures} {why}") if pays else Hold(current, f"{figures} {why}", stay.time_s, stay.cost, stay)
+    pays, why = pays_back(saving, before, once, min(history.horizon(step), steps_left), gamma, min_saving, unit)
+    if pays:
+        return _to(chosen, current, f"against {now}, that {why}")
+    return Hold(current, f"{now}; a change to {in_words(chosen, unit)} {why}", stay.time_s, stay.cost, stay)
 
 
 def with_starts(plan: Plan, current: int, transition: Transition, lasts: float, gamma: float = MAX_COST_SHARE) -> Plan:
@@ -245,15 +245,17 @@ def started_later(plan: Plan, now: Plan, transition: Transition) -> Plan:
     return replace(plan, time_s=alone_s + after * plan.time_s, cost=(1 - after) * now.cost + after * plan.cost + held)
 
 
-def pays_back(saving: float, before: float, once: float, lasts: float, gamma: float, min_saving: float) -> tuple[bool, str]:
+def pays_back(
+    saving: float, before: float, once: float, lasts: float, gamma: float, min_saving: float, unit: str = "slot-s"
+) -> tuple[bool, str]:
     """Return whether a change pays back, and why.
 
-    saving: per step, of the cost `before` it. once: its one-time cost. lasts: steps that it will last. It must save at least
-    `min_saving` of a step's cost, and cost at most gamma · saving · lasts.
+    saving: per step, of the cost `before` it, the worth of its seconds included. once: its one-time cost. lasts: steps that it will last.
+    unit: of all of them. It must save at least `min_saving` of a step's cost, and cost at most gamma · saving · lasts.
     """
     if saving <= min_saving * before:
         return False, f"saves {saving / max(before, 1e-12):.1%} a step, less than {min_saving:.0%}"
-    balance = f"saves {saving:.3g} a step for {once:.3g} once"
+    balance = f"saves the worth of {saving:.3g} {unit} a step for {once:.3g} once"
     if once <= gamma * saving * lasts:
         return True, f"{balance}, expected to last {lasts:.3g} steps"
     return False, f"{balance}: pays back in {once / saving:.3g} steps, but must within {gamma * lasts:.3g}"

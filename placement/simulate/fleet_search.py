@@ -34,6 +34,11 @@ class Fleet:
     def cost(self) -> float:
         return self.time_s * self.count * self.price_per_hour / 3600
 
+    @property
+    def actors(self) -> int:
+        """Return the engines of its rollout."""
+        return self.count // self.width
+
 
 @dataclass(frozen=True)
 class FleetSearch:

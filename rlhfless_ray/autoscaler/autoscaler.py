@@ -57,6 +57,7 @@ class Autoscaler(StepPredictor):
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         super().__init__(recipe, first_speed)
         self.width_history = ResizeHistory()
+        self.unit = "slot-s"  # of costs, in reasons: "core-s" or "GPU-s" once the kind of slots is known
         self.note = ""  # begins the next plan's reason: what has changed since the plan before
         self.objective = _objective(recipe)
         self.sizes: Sizes | None = None  # of the next update and the rollout beside it, with a lag
@@ -167,7 +168,7 @@ class Autoscaler(StepPredictor):
         Its groups are of other sequences, so they are left out.
         """
         if (last := self.last) is None:
-            return Hold(fallback_actors, f"the planner failed; no plan before it, {fallback_actors} actors")
+            return Hold(fallback_actors, f"the planner failed; no plan before it, {fallback_actors} engines")
         return Hold(min(last.actors, most), f"the planner failed; the last good plan is kept: {last.reason}", last.time_s, last.cost)
 
     def _shared(
@@ -384,6 +385,7 @@ class Autoscaler(StepPredictor):
             value_per_s=max(time_value(self.objective, [plan for plans in adjusted.values() for plan in plans]), MIN_SECOND_VALUE),
             lasts=min(self.width_history.horizon(step), self.recipe.run.steps - step + 1),
             gamma=self.recipe.objective.payback,
+            unit=self.unit,
         )
 
     def _held(self, warm: int) -> int:
@@ -400,7 +402,7 @@ class Autoscaler(StepPredictor):
 
     def _decide(self, plans: list[Plan], step: int, warm: int, update: Update | None, urgent: str = "") -> Decision:
         adjusted = self._compared(plans, update)
-        choice = choose_nearest(adjusted, self.objective)
+        choice = choose_nearest(adjusted, self.objective, self.unit)
         chosen = choice.plan
         self.value_per_s = max(time_value(self.objective, adjusted), MIN_SECOND_VALUE)
         self.history = self.history.record(step, chosen.actors)
@@ -421,6 +423,7 @@ class Autoscaler(StepPredictor):
             steps_left=self.recipe.run.steps - step + 1,
             gamma=self.recipe.objective.payback,
             urgent=urgent,
+            unit=self.unit,
         )
         decision = weigh(chosen)
         fewer = best_for(warm) if decision.plan is not chosen and held < warm < chosen.actors else None
@@ -450,8 +453,9 @@ class Autoscaler(StepPredictor):
     def _quality(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         lengths = response_tokens(samples)
         quality = asdict(forecast_quality(scenarios.lengths, lengths))
+        self.terms.observe_lengths(scenarios.lengths, lengths)
         self.forecaster.calibrate(scenarios.lengths, lengths)
-        row = {f"forecast/{name}": value for name, value in quality.items() if name not in ("responses", "pit_deciles")}
+        row = {f"forecast/{name}": value for name, value in quality.items() if name != "responses"}
         known = pareto(self._frontier(lengths, prompts, max_actors))
         best = choose_nearest(known, self.objective).plan
         bounds = rollout_bounds(

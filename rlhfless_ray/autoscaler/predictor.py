@@ -10,6 +10,7 @@ import numpy as np
 
 from placement.forecast.forecaster import LengthForecaster, Scenarios
 from placement.measurements.registry import Measurements
+from placement.scaling.engine_width import slots
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.overlapped_step import Rest, Update
 from placement.speed.decode_speed import Speed
@@ -34,6 +35,7 @@ class Predictor:
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
         self.terms = Measurements()
         self.learner = LearnerSize(recipe.learner.max_slots_per_rank, fixed=recipe.run.exact)
+        self.terms.include(lambda: {f"update on {slots(count)}": term for count, term in self.learner.terms.items()})
         self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the newest update, or the next one if it is sized
         self.update_tokens = 0.0  # tokens of the newest update
         self.update_s = 0.0  # duration of the last update

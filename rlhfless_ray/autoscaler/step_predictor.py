@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +21,8 @@ from rlhfless_ray.step.rollout_plan import Prediction, RolloutPlan
 from rlhfless_ray.types import Prompt
 
 INTERVAL = 0.9  # share of measurements that a prediction's interval should hold
+CAUSE_SHARE = 0.2  # of a step's time or of a response's tokens from which something explains a wrong forecast
+BUSY = 1.5  # threads that want to run, for each core, from which a machine is busy with other programs
 KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
 
 
@@ -73,6 +77,16 @@ class StepPredictor(Predictor):
             self.terms.rollout.observe(plan.rollout.by_model, row["phase/rollout_s"])
             self.terms.cost.observe(plan.cost.by_model, row["cost/rollout_slot_s"])
         self.terms.step.observe(plan.step.by_model, row["step_s"])
+
+    def accuracy(self) -> dict[str, Any]:
+        """Return metrics of how good the newest predictions of each quantity were, see `Accuracy`."""
+        return {
+            f"accuracy/{name}/{figure}": value for name, found in self.terms.accuracies().items() for figure, value in asdict(found).items()
+        }
+
+    def far_off(self, row: Mapping[str, Any]) -> list[str]:
+        """Return a sentence for each quantity whose newest forecasts were all far off, with what the step's metrics know of the cause."""
+        return [f"{sentence} ({_cause(row)})" for sentence in self.terms.take_far_off()]
 
     def _observe_trials(self, tried: Mapping[str, bool], plan: RolloutPlan, row: Mapping[str, Any]) -> None:
         """Judge the measures that the step wanted by its time and its rollout's cost, both as the objective weighs them."""
@@ -154,6 +168,21 @@ class StepPredictor(Predictor):
     def prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
         """Return (samples,) prompt tokens of every response."""
         return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
+
+
+def _cause(row: Mapping[str, Any]) -> str:
+    """Say why a step went otherwise than forecast, as far as its metrics tell."""
+    step_s, tokens = row["step_s"], row.get("length/mean") or 0.0
+    if row.get("faults/replaced"):
+        return "processes were lost and replaced"
+    if row.get("phase/lease_s", 0.0) > CAUSE_SHARE * step_s:
+        return f"the step waited {row['phase/lease_s']:.3g} s for slots"
+    if abs(bias := row.get("forecast/bias_tokens") or 0.0) > CAUSE_SHARE * tokens:
+        return f"responses had {tokens:.4g} tokens on average, and {tokens + bias:.4g} were forecast: the policy's lengths change"
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * cores:
+        return f"other programs may slow this machine: {load:.2g} threads want to run on {cores} cores"
+    return "the cause is not known"
 
 
 def _corrected(correction: Correction, by_model: float) -> Prediction:

@@ -48,7 +48,7 @@ def show_fleets(
         fleets = search(lengths, model, device, most, column, spot_discount).calibrated(calibrate)
         if not fleets.best:
             raise UserError("nothing fits: " + "; ".join(f"{name}: {why}" for name, why in fleets.refused.items()))
-        choice = choose(fleets.best, objective)
+        choice = choose(fleets.best, objective, "$")
     except (NotFeasible, ValueError) as error:
         raise UserError(str(error)) from None
     if as_json:

@@ -208,7 +208,8 @@ def _choose(
 
     try:
         plans, bounds = _frontier(drawn, recorded.prompt_tokens, pools, sets)
-        return plans, bounds, choose(plans, objective)
+        unit = "device-s" if all(pool.price == 1 for pool in pools) else "of cost"
+        return plans, bounds, choose(plans, objective, unit)
     except NotFeasible as nothing:
         raise UserError(str(nothing)) from None
     except ValueError as error:

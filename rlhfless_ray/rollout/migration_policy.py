@@ -12,9 +12,9 @@ import numpy as np
 
 from placement.forecast.group_conditioning import group_error_correlation
 from placement.forecast.remaining_length import Forecast
+from placement.measurements.term import Term
 from placement.migration.decide_moves import LiveState, Moves, cut_at_share, decide_moves
 from placement.migration.move_search import Settings
-from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.rollout.events import Event, RolloutProgress, TokensArrived
@@ -246,10 +246,16 @@ class MigrationPolicy(Plugin):
 
     def state(self) -> JsonObject:
         """Return the fitted times of moves, for a checkpoint."""
-        terms = {"prefill": self.prefill, "pages": self.pages} if self.is_on else {}
-        return {name: term.state() for name, term in terms.items() if term is not None}
+        return {name: term.state() for name, term in self._terms().items()} if self.is_on else {}
 
     def restore(self, state: JsonObject) -> None:
-        for name, term in (("prefill", self.prefill), ("pages", self.pages)):
-            if term is not None and name in state:
+        for name, term in self._terms().items():
+            if name in state:
                 term.restore(state[name])
+
+    def _terms(self) -> dict[str, Term]:
+        return {name: term for name, term in (("prefill", self.prefill), ("pages", self.pages)) if term is not None}
+
+    def pauses(self) -> dict[str, Term]:
+        """Return the times of moves by what they are, in words."""
+        return {f"pause of a move by {name}": term for name, term in self._terms().items()}

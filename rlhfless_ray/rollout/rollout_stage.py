@@ -81,6 +81,7 @@ class RolloutStage:
         self.migration = MigrationPolicy(
             rule, rollout.migrate_tau, carries, context.autoscaler.safely, partial(context.autoscaler.takes, "moves")
         )
+        context.autoscaler.terms.include(self.migration.pauses)
         self.of_all: list[Plugin] = [self.drafts] if self.drafts is not None else []  # plugins of every rollout
         self.of_steps: list[Plugin] = [kept] if kept is not None else []
         self.cuts = kept.cuts if kept is not None else cut_without_pages

@@ -120,8 +120,11 @@ class StepRecords:
         step.metrics |= self.memory(step.plan.actors if step.plan else 1)
         if context.autoscaler.bids is not None:
             step.metrics |= context.autoscaler.bids.metrics()
+        step.metrics |= context.autoscaler.accuracy()  # of the steps before
         context.record.step(step, self.session.last_step, self.stages.replacements, context.leases.waited_s)
         context.autoscaler.observe_plan(step.plan, step.metrics)
+        for sentence in context.autoscaler.far_off(step.metrics):
+            context.say(f"step {step.number}: {sentence}")
         context.record.put_off(context.autoscaler.settle)
 
     def _yield_slots(self) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from placement import frontier
 from placement.market import Bid
-from placement.planning.objective import Objective
+from placement.measurements.term import Term
+from placement.planning.objective import Objective, in_words
 from placement.scaling.resize_policy import Decision, Hold
-from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray import Recipe
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
@@ -107,7 +107,7 @@ def test_preferring_speed_takes_more_engines_than_preferring_cost_and_the_likely
         scenarios = auto.forecast(prompts(), 7)
         plan = auto.plan(scenarios, prompts(), 4, step=7, warm=4)
         sizes[prefer] = plan.actors
-        assert plan.decision.plan is not None and str(f"prefer {prefer:g}") in plan.reason
+        assert plan.decision.plan is not None and plan.reason.startswith(in_words(plan.decision.plan))
     assert sizes[0.0] == 1 < sizes[1.0]
     longest = np.argsort(-scenarios.lengths.mean(1))[:4]
     company = {int(i): len(group) for group in plan.decision.plan.groups for i in group}
@@ -169,7 +169,7 @@ def test_a_planner_that_fails_before_any_plan_keeps_the_engines_within_the_limit
         auto.actors = last
         plan = auto.plan(auto.forecast(prompts(), 1), prompts(), 4, step=1, warm=4)
         assert plan.has_failed and plan.actors == engines
-        assert plan.reason == f"the planner failed; no plan before it, {engines} actors"
+        assert plan.reason == f"the planner failed; no plan before it, {engines} engines"
 
 
 def test_stopping_is_not_a_failed_plan():
@@ -296,7 +296,7 @@ def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_le
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
     assert auto.engine_speed.prefill_s > 0, "and prompts are part of the plan's own time"
     assert auto.terms.around.predict() > 0 and plan.predicted_s == plan.decision.time_s, "one prediction a quantity"
-    assert f"{plan.predicted_s:.4g} s" in plan.reason and "cold starts" not in plan.reason
+    assert f"{plan.predicted_s:.3g} s" in plan.reason and "cold starts" not in plan.reason
     cold = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=0)
     assert f"; {cold.predicted_s:.4g} s with {auto.terms.cold_start.predict():.3g} s of cold starts before" in cold.reason
     assert plan.step.corrected > plan.predicted_s
@@ -507,7 +507,7 @@ def test_a_decision_names_the_engines_of_the_last_step_whose_devices_other_runs_
     auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
     decision = auto.plan(auto.forecast(prompts(), 7), prompts(), 8, step=7, warm=2).decision
     assert (decision.action, decision.actors) == ("Shrink", 2)
-    assert decision.reason.startswith("2 of the last step's 8 engines need no start; 8 actors: ") and not auto.troubles
+    assert decision.reason.startswith("2 of the last step's 8 engines need no start; 2 engines, ") and not auto.troubles
 
 
 def test_a_rollout_works_with_one_slot_where_two_cost_no_more():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from placement.speed.cost_terms import Term
+from placement.measurements.term import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine

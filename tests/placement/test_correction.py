@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from placement.measurements.correction import Correction
+from placement.measurements.correction import FAR_IN_A_ROW, Correction
+from placement.measurements.registry import Measurements
 
 
 def drawn(correction: Correction, count: int, seed: int, factor: float = 1.25, spread: float = 0.15, slope: float = 0.0) -> None:
@@ -80,3 +81,76 @@ def test_state_survives_json() -> None:
     empty = Correction()
     empty.restore(json.loads(json.dumps(Correction().state())))
     assert empty.accuracy() is None and empty.correct(2.0) == 2.0
+
+
+def test_deciles_are_even_where_intervals_are_calibrated() -> None:
+    counts = []
+    for seed in range(12):
+        correction = Correction()
+        drawn(correction, 128, seed, factor=1.4)
+        found = correction.accuracy()
+        assert found is not None and sum(found.deciles) == pytest.approx(1)
+        counts.append(found.deciles)
+    np.testing.assert_allclose(np.mean(counts, 0), 0.1, atol=0.04)
+
+
+def test_what_a_fit_missed_is_judged_without_a_correction() -> None:
+    missed = Correction(is_applied=False)
+    for _ in range(20):
+        missed.observe(1.0, 2.0)
+    found = missed.accuracy()
+    assert found is not None and found.bias == pytest.approx(-0.5), "the prediction that was used is the fit's"
+
+
+def test_states_of_runs_before_there_were_levels_keep_their_corrections() -> None:
+    correction, copy = Correction(), Correction()
+    drawn(correction, 30, 5)
+    state = correction.state()
+    state["made"] = [[row[0], row[1], 1.0, 1.0] for row in state["made"]]
+    copy.restore(state)
+    assert copy.factor(1.0) == correction.factor(1.0) and copy.accuracy() is None
+
+
+def test_forecasts_that_stay_far_off_are_named_once() -> None:
+    terms, rng = Measurements(), np.random.default_rng(6)
+    for _ in range(40):
+        terms.rollout.observe(1.0, float(np.exp(rng.normal(0, 0.05))))
+    assert terms.take_far_off() == []
+    growing = [2.0 * 1.5**k for k in range(2 * FAR_IN_A_ROW)]  # no correction can follow it
+    said = [terms.take_far_off() for measured in growing for _ in [terms.rollout.observe(1.0, measured)]]
+    assert [len(sentences) for sentences in said] == [0] * (FAR_IN_A_ROW - 1) + [1] + [0] * FAR_IN_A_ROW, "once, at the tenth"
+    assert "rollout time: the last 10 forecasts were off by more than 2 times their 90 % interval" in said[FAR_IN_A_ROW - 1][0]
+
+
+def test_a_new_level_that_the_correction_finds_is_not_far_off() -> None:
+    terms, rng = Measurements(), np.random.default_rng(7)
+    for level in (1.0, 3.0):
+        for _ in range(60):
+            terms.rollout.observe(1.0, level * float(np.exp(rng.normal(0, 0.05))))
+    assert terms.take_far_off() == []
+
+
+def test_ten_responses_in_a_row_outside_twice_their_interval_are_told_once() -> None:
+    terms, rng = Measurements(), np.random.default_rng(8)
+    forecast = rng.normal(100, 10, (12, 400))  # 90 % from 84 to 116
+    terms.observe_lengths(forecast, np.full(12, 125.0))
+    assert terms.take_far_off() == [], "outside the interval, but not twice as far"
+    terms.observe_lengths(forecast, np.r_[np.full(9, 300.0), 100.0, 300.0, 300.0])
+    assert terms.take_far_off() == [], "nine in a row"
+    terms.observe_lengths(forecast, np.full(12, 300.0))
+    assert len(terms.take_far_off()) == 1 and terms.take_far_off() == []
+
+
+def test_every_predicted_quantity_shows_its_accuracy() -> None:
+    terms = Measurements()
+    other = Measurements().score
+    terms.include(lambda: {"update on 1 slot": other})
+    for _ in range(8):
+        terms.step.observe(2.0, 2.2)
+        terms.score.observe(10.0, 0.3)
+        other.observe(0.0, 1.0)
+        terms.settle()
+        other.settle()
+    found = terms.accuracies()
+    assert set(found) == {"step", "score", "update on 1 slot"}
+    assert found["step"].records == 8 and found["score"].records == 7, "the seed of a fit is not judged"

@@ -54,7 +54,11 @@ def test_a_change_must_pay_back_and_says_why_not():
     figures = {"value_per_s": 2.0, "gamma": 0.5}
     slow, fast = plan(10.0, 20.0, 2), plan(5.0, 20.0)
     pays = decide_width(1, slow, 2, fast, start_s=4.0, lasts=4, **figures)  # saves 10 a step for (2 + 2) · 4 = 16
-    assert pays.width == 2 and "engines of 2 slots instead of 1" in pays.reason and "saves 10 a step for 16 once" in pays.reason
+    assert (
+        pays.width == 2
+        and "engines of 2 slots instead of 1" in pays.reason
+        and "saves the worth of 10 slot-s a step for 16 once" in pays.reason
+    )
     later = decide_width(1, slow, 2, fast, start_s=4.0, lasts=3, **figures)
     assert later.width == 1 and "pays back in 1.6 steps, but must within 1.5" in later.reason
     little = decide_width(1, slow, 2, plan(9.9, 20.0), start_s=0.0, lasts=100, **figures)

@@ -76,3 +76,14 @@ def test_objectives_that_say_nothing_or_too_much(value: object, words: str) -> N
 def test_no_plans_no_choice() -> None:
     with pytest.raises(ValueError, match="no plans"):
         choose_nearest([], Objective(prefer=0.5))
+
+
+def test_a_reason_says_what_another_engine_would_change() -> None:
+    points = [Plan(t, c, (np.arange(1),) * n) for t, c, n in ((3.6, 9.0, 3), (3.8, 7.1, 2), (6.0, 5.2, 1))]
+    reasons = [choose_nearest(points, Objective(budget=budget), "core-s").reason for budget in (8.0, 6.0)]
+    assert reasons[0] == "the fastest for at most 8 core-s: 2 engines, 3.8 s, 7.1 core-s; a third would save 0.2 s for 1.9 core-s"
+    assert reasons[1].endswith("1 engine, 6 s, 5.2 core-s; a second would save 2.2 s for 1.9 core-s")
+    assert choose_nearest(points, Objective(prefer=1)).reason == "3 engines, 3.6 s, 9 slot-s; 2 would save 1.9 slot-s but take 0.2 s longer"
+    many = [Plan(9.0, 9.0, (np.arange(1),)), Plan(2.0, 20.0, (np.arange(1),) * 4)]
+    assert choose_nearest(many, Objective(prefer=0)).reason.endswith("; 3 more would save 7 s for 11 slot-s")
+    assert choose_nearest(many[:1], Objective(prefer=0)).reason == "1 engine, 9 s, 9 slot-s"

@@ -100,9 +100,9 @@ def test_actors_that_no_plan_uses_are_given_up_once_the_target_has_lasted() -> N
     one = plan(1, 5.0, 5.0)
     move = Transition(0.5, restart_s=0.5)
     first = go(8, one, one, transition=move)
-    assert isinstance(first, Hold) and "7 of them idle" in first.reason
+    assert isinstance(first, Hold) and "and 7 idle" in first.reason
     later = go(8, one, one, transition=move, step=2)
-    assert isinstance(later, Shrink) and later.actors == 1 and "saves 3.5 a step for 3.5 once" in later.reason
+    assert isinstance(later, Shrink) and later.actors == 1 and "saves the worth of 3.5 slot-s a step for 3.5 once" in later.reason
     assert isinstance(go(8, one, one, transition=move, step=2, least=8), Hold), "the recipe wants eight"
     assert isinstance(go(8, one, one, transition=Transition(0.01, restart_s=0.01), step=50), Hold), "less than 2 % of the step"
 
@@ -110,9 +110,9 @@ def test_actors_that_no_plan_uses_are_given_up_once_the_target_has_lasted() -> N
 def test_urgent_changes_do_not_ask_what_they_cost() -> None:
     dear = Transition(1e9)
     assert isinstance(go(0, plan(4, 1, 4), None, transition=dear), Grow)
-    assert "no actor is held" in go(0, plan(4, 1, 4), None, transition=dear).reason
+    assert "none is held yet" in go(0, plan(4, 1, 4), None, transition=dear).reason
     assert isinstance(go(8, plan(4, 1, 4), plan(8, 1, 4.1), transition=dear, urgent="four slots are lost"), Shrink)
-    assert "no plan works with 2 actors" in go(2, plan(4, 1, 4), None, transition=dear).reason
+    assert "no plan works with the 2 that are held" in go(2, plan(4, 1, 4), None, transition=dear).reason
 
 
 def test_small_differences_change_nothing_in_either_direction() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from placement.measurements.registry import Measurements
-from placement.speed.cost_terms import Term
+from placement.measurements.term import Term
 from placement.speed.decode_speed import Speed, SpeedFit
 from placement.speed.robust_fit import nonnegative
 
@@ -178,13 +178,17 @@ def test_records_that_cannot_be_are_ignored_and_shapes_must_agree() -> None:
 
 
 def test_a_term_before_and_after_its_first_record() -> None:
-    term = Term(15.0, spread=0.5)
-    assert (term.predict(), term.spread) == (15.0, 0.5)
+    term = Term(15.0)
+    assert term.predict() == 15.0 and term.missed.accuracy() is None
     term.observe(0, 9.0)
     assert term.predict() == pytest.approx(9.0, rel=1e-6)
     for seconds in (9.2, 8.9, 9.1, 9.0, 8.8, 9.3, 9.0):
         term.observe(0, seconds)
-    assert term.predict() == pytest.approx(9.0, rel=0.03) and 0.1 < term.spread < 0.35
+    assert term.predict() == pytest.approx(9.0, rel=0.03)
+    found = term.missed.accuracy()
+    assert found is not None and found.records == 7 and abs(found.bias) < 0.03 and found.median_error < 0.03, (
+        "the seed's error does not count"
+    )
 
 
 def test_a_term_with_units_and_outliers() -> None:
@@ -222,7 +226,7 @@ def test_terms_never_negative(pairs: list[tuple[float, float]], fixed: float, pe
     term = Term(fixed, per_unit)
     for units, seconds in pairs:
         term.observe(units, seconds)
-        assert term.fixed_s >= 0 and term.per_unit_s >= 0 and np.isfinite(term.predict(1e9)) and np.isfinite(term.spread)
+        assert term.fixed_s >= 0 and term.per_unit_s >= 0 and np.isfinite(term.predict(1e9))
 
 
 def test_terms_survive_json() -> None:
@@ -240,7 +244,7 @@ def test_terms_survive_json() -> None:
     assert copy.passes.predict(1e5) == terms.passes.predict(1e5)
 
 
-@pytest.mark.parametrize("wrong", [(-1.0, 0.0, 0.5), (1.0, float("nan"), 0.5), (1.0, 0.0, 0.0)])
-def test_seeds_are_checked(wrong: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize("wrong", [(-1.0, 0.0), (1.0, float("nan")), (1.0, -1e-9)])
+def test_seeds_are_checked(wrong: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="a term needs"):
         Term(*wrong)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.common.fault_injection import FaultInjector, kill, kill_index, prefill_instances
+from placement.measurements.term import Term
 from placement.scaling.prefix_benefit import PrefixSpeed
-from placement.speed.cost_terms import Term
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequests

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from placement.measurements.registry import Measurements
+from placement.measurements.term import Term
 from placement.scaling.prefix_benefit import PrefixSpeed
-from placement.speed.cost_terms import Term
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance, start_actor

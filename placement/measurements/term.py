@@ -1,4 +1,4 @@
-"""A time that is fitted to its measurements, affine in its units, with the spread of its errors."""
+"""A time that is fitted to its measurements, affine in its units, and what predictions of it missed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from placement.speed.robust_fit import fit_shares, robust_sd, scaled_seed
+from placement.measurements.correction import Correction
+from placement.speed.robust_fit import fit_shares, scaled_seed
 
 KEEP = 64  # newest records that a term is fitted to
 MIN_UNITS = 1e-9
 FADE = 0.97  # factor on a record's weight for each newer one
-SPREAD_RECORDS = 3.0  # weight of the seed's spread, in records
+JUDGED = 8  # newest records of a fit that judge the predictions before it
 
 
 class Term:
@@ -22,14 +23,14 @@ class Term:
     needed. So `observe` costs next to nothing, and many records cost one fit.
     """
 
-    def __init__(self, fixed_s: float, per_unit_s: float = 0.0, spread: float = 0.5) -> None:
-        """Set the seed and its expected relative error. Raises ValueError for negative or non-finite values."""
-        if not (np.isfinite([fixed_s, per_unit_s, spread]).all() and min(fixed_s, per_unit_s) >= 0 and spread > 0):
-            raise ValueError(f"a term needs finite times of at least 0 and a positive spread, got {fixed_s}, {per_unit_s}, {spread}")
+    def __init__(self, fixed_s: float, per_unit_s: float = 0.0) -> None:
+        """Set the seed. Raises ValueError for negative or non-finite values."""
+        if not (np.isfinite([fixed_s, per_unit_s]).all() and min(fixed_s, per_unit_s) >= 0):
+            raise ValueError(f"a term needs finite times of at least 0, got {fixed_s} and {per_unit_s}")
         self.seed = np.array([fixed_s, per_unit_s], float)
         self._beta = self.seed.copy()
-        self.seed_spread = float(spread)
-        self.units, self.seconds, self._errors = np.empty(0), np.empty(0), np.empty(0)
+        self.units, self.seconds = np.empty(0), np.empty(0)
+        self.missed = Correction(is_applied=False)  # how far predictions were off; the fit is what corrects them
         self.unfitted: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
@@ -44,12 +45,6 @@ class Term:
         return self._beta
 
     @property
-    def errors(self) -> np.ndarray:
-        """Return the log errors of predictions made before their records arrived."""
-        self.settle()
-        return self._errors
-
-    @property
     def fixed_s(self) -> float:
         return float(self.beta[0])
 
@@ -61,18 +56,6 @@ class Term:
         """Return the seconds for this many units."""
         beta = self.beta
         return float(beta[0] + beta[1] * units)
-
-    @property
-    def spread(self) -> float:
-        """Return the relative standard error of a prediction.
-
-        It is the robust scale of the errors of past predictions, with the seed's spread counted as three records.
-        """
-        errors = self.errors
-        if not len(errors):
-            return self.seed_spread
-        n = len(errors)
-        return float(np.sqrt((SPREAD_RECORDS * self.seed_spread**2 + n * robust_sd(errors) ** 2) / (SPREAD_RECORDS + n)))
 
     def observe(self, units: float | np.ndarray, seconds: float | np.ndarray) -> None:
         """Add records: units (n,) or one, seconds (n,) or one. Values that are not finite or not positive are ignored."""
@@ -90,9 +73,9 @@ class Term:
 
     def _fit(self, new_units: np.ndarray, new_seconds: np.ndarray) -> None:
         predicted = self._beta[0] + self._beta[1] * new_units
-        off = np.log(new_seconds / np.maximum(predicted, 1e-9)).clip(-2, 2)
         if len(self.seconds):  # the seed's error is no measure of the fit's error
-            self._errors = np.concatenate([self._errors, off])[-KEEP:]
+            for before, measured in zip(predicted[-JUDGED:].tolist(), new_seconds[-JUDGED:].tolist(), strict=True):
+                self.missed.observe(before, measured)
         self.units = np.concatenate([self.units, new_units])[-KEEP:]
         self.seconds = np.concatenate([self.seconds, new_seconds])[-KEEP:]
         used = np.array([True, bool(self.units.max() > MIN_UNITS)])  # without units the seed's per_unit_s stands
@@ -104,11 +87,15 @@ class Term:
 
     def state(self) -> dict[str, Any]:
         self.settle()
-        return {name: getattr(self, name).tolist() for name in ("beta", "units", "seconds", "errors")}
+        return {
+            **{name: getattr(self, name).tolist() for name in ("units", "seconds")},
+            "beta": self._beta.tolist(),
+            "missed": self.missed.state(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state. The seed stays the constructor's."""
         self.unfitted = []
-        self._beta, self.units, self.seconds, self._errors = (
-            np.array(state[name], float) for name in ("beta", "units", "seconds", "errors")
-        )
+        self._beta, self.units, self.seconds = (np.array(state[name], float) for name in ("beta", "units", "seconds"))
+        if "missed" in state:  # not in the first states
+            self.missed.restore(state["missed"])
