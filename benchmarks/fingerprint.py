@@ -139,7 +139,7 @@ def fits(seed: int) -> dict[str, Any]:
         fit.observe(running, (0.008 + 5e-5 * running + 1e-7 * context) * np.exp(rng.normal(0, 0.05, 200)), context)
         units = rng.integers(100, 5000, 20)
         term.observe(units, (0.02 + 3e-5 * units) * np.exp(rng.normal(0, 0.1, 20)))
-    return {"speed": (fit.speed, fit.spread, fit.state()), "term": (term.beta, term.spread, term.state())}
+    return {"speed": (fit.speed, fit.spread, fit.state()), "term": (term.beta, term.missed.interval(1.0, 0.9), term.state())}
 
 
 def forecasts(seed: int) -> dict[str, Any]:

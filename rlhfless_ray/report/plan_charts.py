@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, axis_top, hover_text, lines, markers, rounded
+from placement.measurements.registry import WORDS
+from rlhfless_ray.report.charts import Chart, Row, axis_top, hover_text, line, lines, markers, rounded
 from rlhfless_ray.report.formatting import finite, number
 
 
@@ -22,7 +23,7 @@ def pool(rows: Sequence[Row]) -> Chart | None:
     hover = [_decision(row) for row in known]
     steady = {"shape": "hv", "color": "@rollout", "width": 1.2 if len(known) > 150 else 2}
     data: list[Row] = [{
-        "type": "scatter", "mode": "lines", "x": steps, "y": sizes, "name": "rollout actors", "line": steady,
+        "type": "scatter", "mode": "lines", "x": steps, "y": sizes, "name": "engines", "line": steady,
         "customdata": hover, "hovertemplate": "%{customdata}<extra></extra>",
         "fill": "tozeroy", "fillcolor": "@rollout/0.08",
     }]  # fmt: skip
@@ -32,8 +33,8 @@ def pool(rows: Sequence[Row]) -> Chart | None:
             xs, ys = [steps[i] for i in chosen], [sizes[i] for i in chosen]
             data.append(markers(xs, ys, decision.lower(), colour, symbol, hoverinfo="skip"))
     top = max(size for size in sizes if size is not None)
-    layout = {"yaxis": {"title": "actors", "range": [0, top + 0.5], "tickformat": "d", "dtick": max(1, round(top / 5))}}
-    note = "How many rollout actors each step used. Point at a step for the decision and its reason."
+    layout = {"yaxis": {"title": "engines", "range": [0, top + 0.5], "tickformat": "d", "dtick": max(1, round(top / 5))}}
+    note = "How many engines each step used. Point at a step for the decision and its reason."
     return Chart("pool", "Pool size", note, data, layout | {"hovermode": "x"})
 
 
@@ -60,7 +61,7 @@ def _plan(rows: Sequence[Row], id: str, what: str, note: str, planned: str, meas
     data = lines(rows, metrics, width=1.8, hovertemplate=f"%{{y:.3~g}} {unit}")
     if not data:
         return None
-    note += _accuracy(rows[len(rows) // 2 :], planned, measured)
+    note += _accuracy(rows[-1], planned.removeprefix("plan/").split("_")[0])
     axis: Row = {"title": unit, "rangemode": "tozero"}
     if top := axis_top([y for trace in data for y in trace["y"]], 0.97):
         axis = {"title": unit, "range": [0, top]}
@@ -68,19 +69,45 @@ def _plan(rows: Sequence[Row], id: str, what: str, note: str, planned: str, meas
     return Chart(id, f"{what}, planned and measured", note, data, {"yaxis": axis})
 
 
-def _accuracy(rows: Sequence[Row], planned: str, measured: str) -> str:
-    """Say how far plans were off in these steps, and how many were inside their 90 % intervals."""
-    pairs = [(finite(row.get(planned)), finite(row.get(measured))) for row in rows]
-    known = [(p, m) for p, m in pairs if p and m]
-    if not known:
+def _accuracy(row: Row, quantity: str) -> str:
+    """Say how far off the newest predictions of a quantity were, as a step's row has it."""
+    bias, error, wide = (finite(row.get(f"accuracy/{quantity}/{name}")) for name in ("bias", "median_error", "coverage_90"))
+    if bias is None or error is None or wide is None:
         return ""
-    bias = sum(p for p, _ in known) / sum(m for _, m in known) - 1
-    said = f" In the second half plans were {abs(bias):.0%} {'high' if bias > 0 else 'low'} in all, with a median error of "
-    said += f"{statistics.median(abs(p / m - 1) for p, m in known):.0%}"
-    quantity, _, unit = planned.partition("_")
-    bounds = [tuple(finite(row.get(key)) for key in (f"{quantity}_low_{unit}", measured, f"{quantity}_high_{unit}")) for row in rows]
-    inside = [low <= m <= high for low, m, high in bounds if low is not None and m is not None and high]
-    return said + (f"; {statistics.mean(inside):.0%} of the steps were inside the 90 % interval." if inside else ".")
+    said = f" Plans were {abs(bias):.0%} {'high' if bias > 0 else 'low'} in all, with a median error of {error:.0%}"
+    return f"{said}; {wide:.0%} of the steps were inside the 90 % interval."
+
+
+def accuracy_table(rows: Sequence[Row]) -> list[Row]:
+    """Return how good the newest predictions of each quantity were: name, number, bias, median error, and shares inside intervals."""
+    last = rows[-1] if rows else {}
+    names = dict.fromkeys(key.split("/")[1] for key in last if key.startswith("accuracy/"))
+    figures = ("records", "bias", "median_error", "coverage_50", "coverage_90")
+    table = [{"name": name, **{figure: finite(last.get(f"accuracy/{name}/{figure}")) for figure in figures}} for name in names]
+    return [row | {"name": WORDS.get(row["name"], row["name"])} for row in table if None not in row.values()]
+
+
+def calibration(rows: Sequence[Row]) -> Chart | None:
+    """Draw the share of measurements below each quantile of their forecasts: the diagonal if forecasts are calibrated."""
+    half, last = rows[len(rows) // 2 :], rows[-1] if rows else {}
+    lengths = [row["forecast/pit_deciles"] for row in half if row.get("forecast/pit_deciles")]
+    shares = {"response lengths": [statistics.mean(share) for share in zip(*lengths, strict=True)]} if lengths else {}
+    shares |= {WORDS[name]: last[key] for name in ("rollout", "cost", "step") if (key := f"accuracy/{name}/deciles") in last}
+    if not shares:
+        return None
+    levels = [k / 10 for k in range(11)]
+    data = [line([0, 1], [0, 1], "calibrated", "@muted", style={"dash": "dot"}, width=1.2, mode="lines", hoverinfo="skip")]
+    for (name, deciles), colour in zip(shares.items(), ("@rollout", "@learn", "@score", "@eval"), strict=False):
+        below = [rounded(min(1.0, sum(deciles[:k]))) for k in range(11)]
+        text = f"{name}: %{{y:.0%}} were below the %{{x:.0%}} quantile<extra></extra>"
+        data.append(line(levels, below, name, colour, width=1.8, hovertemplate=text))
+    note = (
+        "Share of measurements below each quantile of their own forecasts: lengths in the second half of the run, times and costs among "
+        "the newest steps. Above the diagonal forecasts were too high, below it too low; flat ends mean intervals that are too wide."
+    )
+    shown: Row = {"tickformat": ".0%", "range": [0, 1.01]}
+    axes = {"xaxis": {"title": "predicted quantile", **shown}, "yaxis": {"title": "share of measurements below it", **shown}}
+    return Chart("quantiles", "Calibration", note, data, {**axes, "hovermode": "closest"}, height=300)
 
 
 def frontier(rows: Sequence[Row]) -> Chart | None:
@@ -93,7 +120,7 @@ def frontier(rows: Sequence[Row]) -> Chart | None:
     data: list[Row] = [{
         "type": "scatter", "mode": "lines+markers", "x": [rounded(c) for c in costs], "y": [rounded(t) for t in times],
         "name": "frontier (forecast)", "line": {"color": "@rollout", "width": 1.6}, "marker": {"size": 5, "color": "@rollout"},
-        "customdata": [f"{number(t)} s for {number(c)} slot-s on {n}" for t, c, n in zip(times, costs, actors, strict=True)],
+        "customdata": [f"{number(t)} s for {number(c)} slot-s on {n} engines" for t, c, n in zip(times, costs, actors, strict=True)],
         "hovertemplate": "%{customdata}<extra></extra>",
     }]  # fmt: skip
     for name, time_key, cost_key, symbol, colour in (
@@ -112,7 +139,7 @@ def frontier(rows: Sequence[Row]) -> Chart | None:
         "yaxis": {"title": "rollout, seconds", "rangemode": "tozero"},
     }
     note = (
-        "Plans in decoding time; hover for the number of actors. The points chosen and measured are of the "
+        "Plans in decoding time; hover for the number of engines. The points chosen and measured are of the "
         "whole phase, including weights, calls, and slots held for the learner."
     )
     bound_s, bound_cost = finite(row.get("plan/bound_s")), finite(row.get("plan/bound_cost_slot_s"))
@@ -123,4 +150,4 @@ def frontier(rows: Sequence[Row]) -> Chart | None:
 
 def _decision(row: Row) -> str:
     what = ": ".join(str(part) for part in (row.get("pool/decision"), row.get("pool/reason")) if part)
-    return hover_text(f"<b>step {row['step']}, {number(row['pool/rollout_actors'])} actors</b>", what)
+    return hover_text(f"<b>step {row['step']}, {number(row['pool/rollout_actors'])} engines</b>", what)

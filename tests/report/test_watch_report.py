@@ -128,10 +128,30 @@ def test_an_evaluation_is_no_part_of_the_planned_rollout() -> None:
     rows.append({"step": 3, **planned, "cost/rollout_slot_s": 3.0, "phase/eval_s": 2.0})
     (cost,) = [chart for chart in plan_charts.plans(rows) if chart.id == "plan-cost"]
     found = plan_charts.frontier(rows)
-    assert [trace["x"] for trace in cost.data] == [[1, 2], [1, 2]] and "error of 0%" in cost.note
+    assert [trace["x"] for trace in cost.data] == [[1, 2], [1, 2]]
     assert found is not None and found.title == "The frontier of step 2"
     only = plan_charts.frontier(rows[2:])
     assert only is not None and only.title == "The frontier of step 3"
+
+
+def test_the_page_says_how_good_forecasts_were(finished_run: Path, tmp_path: Path) -> None:
+    """A table of each quantity, a sentence below each chart, and the calibration curve. Runs of earlier versions have none of it."""
+    folder = shutil.copytree(finished_run, tmp_path / "run")
+    assert "How good predictions were" not in page_of(folder).text
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    good = {"records": 24, "bias": 0.021, "median_error": 0.07, "coverage_50": 0.5, "coverage_90": 0.92}
+    for name in ("rollout", "score", "pause of a move by pages"):
+        rows[-1] |= {f"accuracy/{name}/{figure}": value for figure, value in good.items()}
+        rows[-1][f"accuracy/{name}/deciles"] = [0.0] * 5 + [0.2] * 5  # all measurements in the upper half
+        rows[-1]["forecast/pit_deciles"] = [0.1] * 10
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(folder)
+    for words in ("rollout time", "scoring", "pause of a move by pages", "+2.1 %", "7.0%", "92%"):
+        assert words in page.text, words
+    assert "Plans were 2% high in all, with a median error of 7%; 92% of the steps were inside the 90 % interval." in page.text
+    drawn = {trace["name"]: trace for trace in page.json("charts")["quantiles"]["data"]}
+    assert drawn["rollout time"]["y"] == pytest.approx([0.0] * 6 + [0.2, 0.4, 0.6, 0.8, 1.0])
+    assert drawn["response lengths"]["y"] == pytest.approx([k / 10 for k in range(11)])
 
 
 def test_prefix_kv_is_told_step_by_step_with_the_break_even(page: Page, finished_run: Path) -> None:
@@ -373,18 +393,17 @@ def test_what_few_steps_have_is_drawn_of_long_runs() -> None:
 
 
 def test_notes_count_the_steps_of_long_runs() -> None:
-    """The steps that are drawn are fewer. Their averages hide errors of opposite signs."""
-    rows = [{"step": i, "length/mean": 9.0, "plan/rollout_s": 1.5 if i % 2 else 0.5, "phase/rollout_s": 1.0} for i in range(1, 5001)]
+    """The steps that are drawn are fewer."""
+    rows = [{"step": i, "length/mean": 9.0} for i in range(1, 5001)]
     rows = [row | {"prefix/asked_tokens": 1, "prefix/header_tokens": 16, "prefix/break_even_tokens": None} for row in rows]
     lengths = next(chart for chart in learning_charts(RunRecord(Path("run"), metrics=rows)) if chart.id == "lengths")
-    (plan,), even = plan_charts.plans(rows), prefix_charts.break_even(rows)
+    even = prefix_charts.break_even(rows)
     assert "the mean of about 42 steps" in lengths.note
-    assert "median error of 50%" in plan.note
     assert even is not None and "In 5000 of 5000 steps" in even.note
     stage = [{"step": i, "learn/loss": 1.0, "eval/loss": 1.0 if i % 100 == 0 else None} for i in range(5001)]
     (loss,) = charts.line_charts("stage", stage)
     assert loss.data[1]["x"] == list(range(0, 5001, 100))
-    assert all(len(trace["x"]) <= charts.MAX_POINTS for chart in (lengths, plan, even, loss) for trace in chart.data)
+    assert all(len(trace["x"]) <= charts.MAX_POINTS for chart in (lengths, even, loss) for trace in chart.data)
 
 
 def test_a_failed_evaluation_is_not_said_to_run(tmp_path: Path) -> None:
