@@ -83,8 +83,10 @@ def accuracy_table(rows: Sequence[Row]) -> list[Row]:
     last = rows[-1] if rows else {}
     names = dict.fromkeys(key.split("/")[1] for key in last if key.startswith("accuracy/"))
     figures = ("records", "bias", "median_error", "coverage_50", "coverage_90")
-    table = [{"name": name, **{figure: finite(last.get(f"accuracy/{name}/{figure}")) for figure in figures}} for name in names]
-    return [row | {"name": WORDS.get(row["name"], row["name"])} for row in table if None not in row.values()]
+    table: list[Row] = [
+        {"name": WORDS.get(name, name), **{figure: finite(last.get(f"accuracy/{name}/{figure}")) for figure in figures}} for name in names
+    ]
+    return [row for row in table if None not in row.values()]
 
 
 def calibration(rows: Sequence[Row]) -> Chart | None:
