@@ -30,7 +30,7 @@ class Notes:
         return SimpleNamespace(remote=lambda *asked: self.calls.append(f"load {asked[0]}" if name == "load" else name))
 
 
-TIMES = SimpleNamespace(warm_start=SimpleNamespace(observe=lambda *_: None))
+TIMES = SimpleNamespace(warm_start=SimpleNamespace(observe=lambda *_: None), include=lambda terms: None)
 
 
 @pytest.fixture
