@@ -52,7 +52,7 @@ def test_json_is_the_planners_frontier_choice_and_bounds(grouped: Path, capsys) 
     lengths = np.concatenate(json.loads(grouped.read_text()))
     found = said(capsys, grouped, *SPEED, "--prefer", "0.7")
     plans = frontier(lengths, Speed(0.0085, 3e-5), max_actors=6, thin=0.005)
-    choice, bounds = choose(plans, Objective(prefer=0.7)), rollout_bounds(lengths, Speed(0.0085, 3e-5), 6)
+    choice, bounds = choose(plans, Objective(prefer=0.7), "device-s"), rollout_bounds(lengths, Speed(0.0085, 3e-5), 6)
     assert [row["time_s"] for row in found["frontier"]] == pytest.approx([p.time_s for p in plans])
     assert [row["actors"] for row in found["frontier"]] == [p.actors for p in plans]
     assert (found["bounds"]["time_s"], found["bounds"]["cost"]) == pytest.approx((bounds.time_s, bounds.cost))

@@ -150,6 +150,8 @@ class Ended:
             quality=lambda *_: {},
             observe_step=lambda *_: None,
             observe_plan=lambda *_: None,
+            accuracy=dict,
+            far_off=lambda row: [],
             settle=lambda: None,
             bids=None,
             troubles=[],

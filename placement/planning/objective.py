@@ -191,7 +191,7 @@ def choose_nearest(plans: Sequence[P], objective: Objective, unit: str = "slot-s
         if not met:
             why = f"no plan costs {objective.budget:g} {unit} or less; the nearest budget that can be met is {costs[at]:.4g} {unit}: "
     else:
-        at = _knee(times, costs)
+        at, why = _knee(times, costs), "the knee: "
     return Choice(plans[at], at, f"{why}{in_words(plans[at], unit)}{_alternative(plans[at], plans, unit)}", met)
 
 
