@@ -11,7 +11,7 @@ import numpy as np
 
 from placement.measurements.correction import Correction
 from placement.measurements.trial import Trial
-from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
+from placement.scaling.keep_warm import Prewarm, hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.overlapped_step import Update
 from placement.scaling.resize_policy import Decision, Park, Release
 from placement.speed.decode_speed import Speed
@@ -23,6 +23,8 @@ from rlhfless_ray.types import Prompt
 INTERVAL = 0.9  # share of measurements that a prediction's interval should hold
 CAUSE_SHARE = 0.2  # of a step's time or of a response's tokens from which something explains a wrong forecast
 BUSY = 1.5  # threads that want to run, for each core, from which a machine is busy with other programs
+ONE_SIGMA = 0.6827  # share of a normal distribution within a standard deviation
+MIN_LEFT_S = 1e-3
 KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
 
 
@@ -164,6 +166,17 @@ class StepPredictor(Predictor):
             lambda: prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.value_per_s).at_s <= 0,
             lambda: False,
         )
+
+    def time_wake(self, update_left_s: float, slots: int) -> Prewarm | None:
+        """Decide when engines wake on so many free slots, for a rollout that begins when the update ends. Returns None after a failure."""
+        wake_s = self.terms.warm_start.predict()
+
+        def weigh() -> Prewarm:
+            left_s = max(update_left_s, MIN_LEFT_S)
+            low_s, high_s = self.terms.step.interval(left_s, ONE_SIGMA)  # steps vary by about as much as their updates
+            return prewarm(update_left_s, (high_s - low_s) / 2, wake_s, 0.5 * wake_s, slots, self.value_per_s)
+
+        return self.safely("timing a wake", weigh, lambda: None)
 
     def prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
         """Return (samples,) prompt tokens of every response."""

@@ -72,6 +72,10 @@ class EngineActor:
 
         return load_tokenizer(self.files, self.settings.trust_remote_code)
 
+    def wake(self) -> None:
+        """Prepare a parked engine for `load`, which it does itself otherwise."""
+        self.engine.unpark()
+
     def load(
         self,
         version: int,

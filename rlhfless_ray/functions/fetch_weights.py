@@ -13,6 +13,11 @@ def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:
         fetch_into(instance, weights)
 
 
+def wake(instance: Instance) -> None:
+    """Make a parked instance prepare its memory before there are weights to load."""
+    instance.actor.wake.remote()
+
+
 def fetch_into(instance: Instance, weights: WeightVersion) -> None:
     """Make the instance load this version unless it has it. The call precedes its next rollout in the actor's queue."""
     if instance.version != weights.version:

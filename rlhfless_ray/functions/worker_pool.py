@@ -94,7 +94,18 @@ class WorkerPool:
 
         Leases that are held now are assumed to be handed over by then.
         """
-        self.expected = self._ask_for_parked(count - len(self._shares(self.leases.held.values())))
+        self.expected = self._ask_for_parked(self.count_missing(count))
+
+    def count_missing(self, count: int) -> int:
+        """Return how many of `count` instances the run's leases are not enough for, whoever works under them now."""
+        return max(0, count - len(self._shares(self.leases.held.values())))
+
+    def wake(self, count: int, wait_s: float, begin: Callable[[Instance], None]) -> None:
+        """Let parked instances work on further slots that are granted within `wait_s`, until the run has leases for `count`."""
+        waited_s = self.leases.waited_s
+        asked = self._ask_for_parked(self.count_missing(count))
+        self.leases.collect(asked, self.kind, wait_s, use=lambda leases: begin(self.assign_leases(leases)))
+        self.leases.waited_s = waited_s  # no step waits for it
 
     def resize(
         self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0, begin: Callable[[Instance], None] = lambda _: None

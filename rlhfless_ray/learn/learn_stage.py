@@ -45,6 +45,7 @@ class LearnStage:
         self.learned: dict[SampleId, Trained] = {}  # the step's samples whose gradients have been requested
         self.refs: list[Any] = []  # references to pending gradients
         self.tokens_ahead = 0  # of their samples
+        self.early_reason = ""  # why gradients of this step were taken ahead or not
         self.update: Pending[UpdateStats] = Pending(UpdateStats)  # of the learner, the newest one
         self._stop_waits = ExitStack()  # holds the deferral of stop signals while an update is under way
         section = context.recipe.algorithm.kl
@@ -62,6 +63,7 @@ class LearnStage:
     def begin(self, samples: int = 0) -> None:
         """Begin a step. Passes and gradients of its first samples may be computed before the learn phase."""
         self.learned, self.worker_groups.keeps_gradients = {}, False
+        self.early_reason = self.obstacle or "no slot was free long enough while responses were decoded"
         self.passes.begin(samples)
 
     @property
@@ -108,7 +110,19 @@ class LearnStage:
             (sum(sample.total_tokens for sample in group) for group in ready), min(most, max(0, int(fitting)))
         )
         pays = 0 < tokens <= fitting and (full or 2 * tokens >= most or tokens * token_s >= begin_s)
-        return [sample for group in ready[:count] for sample in group] if pays and autoscaler.takes("early_gradients") else []
+        if not pays and self.learned:
+            return []  # the reason is of those that were taken
+        if not ready:
+            self.early_reason = "no group was complete and scored yet"
+        elif not pays:
+            group_s = begin_s + token_s * sum(sample.total_tokens for sample in ready[0])
+            self.early_reason = f"responses had {seconds:.2g} s left, and gradients of the first group take {group_s:.2g} s"
+        elif not autoscaler.takes("early_gradients"):
+            self.early_reason = f"left out, {autoscaler.terms.early_gradients.reason}"
+            return []
+        else:
+            self.early_reason = f"taken, {autoscaler.terms.early_gradients.reason}"
+        return [sample for group in ready[:count] for sample in group] if pays else []
 
     def accumulate(self, samples: list[Scored], leases: list[Lease]) -> list[Lease]:
         """Accumulate gradients of complete groups under some of the leases. Returns the other leases."""

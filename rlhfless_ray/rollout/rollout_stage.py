@@ -13,7 +13,7 @@ from placement.scaling.engine_assignment import assign_engines
 from placement.scaling.resize_policy import Decision, assign_groups
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
+from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights, wake
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
@@ -37,6 +37,7 @@ from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
+GRANT_S = 0.2  # longest wait for free slots while an update goes on
 BESIDE_S = 1.0  # interval at which a rollout without slots looks whether the update beside it has ended
 
 
@@ -110,6 +111,22 @@ class RolloutStage:
             free = context.leases.without_lost([*leases, *context.broker.take()])
             context.broker.put(pool.begin(step.plan.actors, free, partial(fetch_into, weights=weights)))
         context.broker.lend_idle(partial(self._reclaim, list(self.pool.working)))
+
+    def count_missing(self, plan: RolloutPlan) -> int:
+        """Return how many parked engines of a plan could wake on slots that this run does not hold."""
+        pool = self.pool
+        if pool.working or (plan.width or pool.width) != pool.width:
+            return 0
+        return min(pool.count_missing(plan.actors), sum(one.memory_mb > 0 and one.width == pool.width for one in pool.parked))
+
+    def wake(self, plan: RolloutPlan) -> int:
+        """Start engines of a planned step on free slots, without its weights. Returns how many there are.
+
+        They wait for their phase, see `begin`. Whatever else needs their slots parks them.
+        """
+        self.pool.wake(plan.actors, GRANT_S, wake)
+        self.context.broker.lend_idle(partial(self._reclaim, list(self.pool.working)))
+        return len(self.pool.working)
 
     def load(self, weights: WeightVersion) -> None:
         """Let engines that hold leases load the weights, without waiting for it."""

@@ -16,6 +16,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_records import StepRecords
+from rlhfless_ray.session.early_wake import wake_early
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.step import Step, StepProgress
 from rlhfless_ray.types import Sample, Scored, UpdateStats
@@ -117,6 +118,7 @@ class Updates:
         """Wait for the update, and publish its weights, under which engines generate from now on."""
         step = self.session.step
         step.check("updates.publish", StepProgress.UPDATING, StepProgress.UPDATED)
+        wake_early(self.session, update, saves=self.records.state.is_due(step.number))
         step.stats = update.result()
         self.session.weights = self.stages.learn.publish(step.number)
         self.stages.context.broker.check("publish", self.stages.pools())

@@ -193,7 +193,12 @@ class EarlyWork(Plugin):
 
     def report(self) -> JsonObject:
         """Return the step's metrics of this work."""
-        counts = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
+        counts = {
+            "overlap/scored": self.scored,
+            "overlap/learned": self.learned,
+            "overlap/obstacle": self.learning.obstacle or "",
+            "overlap/reason": self.learning.early_reason,
+        }
         for drafter in self.drafters:
             counts |= drafter.metrics()
         return counts | self.learning.passes.metrics()

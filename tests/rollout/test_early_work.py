@@ -382,14 +382,17 @@ def test_gradients_are_taken_if_they_pay_within_the_tail_and_the_step_takes_them
     tokens = sum(one.total_tokens for one in groups[0])
     one_group_s, all_s = 0.1 + 0.01 * tokens, 0.1 + 0.03 * tokens
     assert learning.choose_samples(groups, 0.9 * one_group_s) == []
+    assert f"gradients of the first group take {one_group_s:.2g} s" in learning.early_reason
     big = all_s + 0.05
     assert len(learning.choose_samples(groups, big)) == (6 if 0.03 * tokens >= 0.1 else 0)
     gradients.observe([10.0, 100.0, 200.0, 400.0] * 16, [5.1, 6.0, 7.0, 9.0] * 16)
     assert learning.choose_samples(groups, 100.0) == [], "beginning takes longer than the work"
     gradients.observe([10.0, 100.0, 200.0, 400.0] * 16, [0.001, 0.01, 0.02, 0.04] * 16)
-    assert len(learning.choose_samples(groups, 100.0)) == 6
+    assert len(learning.choose_samples(groups, 100.0)) == 6 and learning.early_reason.startswith("taken, ")
     learning.context.autoscaler.takes = lambda measure: False  # type: ignore[method-assign]
     assert learning.choose_samples(groups, 100.0) == [], "the step goes without, to be compared"
+    assert learning.early_reason.startswith("left out, ")
+    assert learning.choose_samples([], 100.0) == [] and learning.early_reason == "no group was complete and scored yet"
 
 
 def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> None:
