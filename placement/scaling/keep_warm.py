@@ -94,6 +94,6 @@ def prewarm(
     return Prewarm(
         at,
         margin,
-        f"the phase ends in {phase_end_s:.3g} s, a start takes {start_s:.3g} s, margin {margin:.3g} s: "
-        f"late costs {value_per_s:.3g} a second, early {hold_price:.3g}",
+        f"{start_s + margin:.3g} s before the end of a phase that goes on for {max(0.0, phase_end_s):.3g} s: a start takes "
+        f"{start_s:.3g} s, and a second too late costs {value_per_s:.3g}, too early {hold_price:.3g}",
     )
