@@ -774,3 +774,32 @@ def test_a_fixed_learner_says_that_engines_are_sized_for_it() -> None:
         auto.observe_update(1, answers(prompts()), 1.0)
     reason = auto.size_learner(answers(prompts()), is_beside_rollout=True).reason
     assert reason == "1 slot a rank, as learner.max_slots_per_rank says; engines are sized for an update on them"
+
+
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        ({"faults/replaced": 2}, "processes were lost and replaced"),
+        ({"phase/lease_s": 1.0}, "the step waited 1 s for slots"),
+        ({"length/mean": 100.0, "forecast/bias_tokens": -40.0}, "responses had 100 tokens on average, and 60 were forecast"),
+    ],
+)
+def test_forecasts_that_stay_far_off_name_what_the_step_knows_of_the_cause(row: dict[str, float], cause: str) -> None:
+    auto = Autoscaler(recipe(), SPEED)
+    for k in range(12):
+        auto.terms.step.observe(1.0, 2.0 * 1.5**k)
+    (sentence,) = auto.far_off({"step_s": 2.0, "length/mean": 100.0, **row})
+    assert sentence.startswith("step time: the last 10 forecasts were off") and cause in sentence
+    assert auto.far_off({"step_s": 2.0}) == [], "said once"
+
+
+def test_a_step_shows_how_good_its_predictions_were() -> None:
+    auto = Autoscaler(recipe(), SPEED)
+    assert auto.accuracy() == {}
+    for _ in range(6):
+        auto.terms.rollout.observe(2.0, 2.0)
+    found = auto.accuracy()
+    assert found["accuracy/rollout/records"] == 6 and found["accuracy/rollout/median_error"] == pytest.approx(0.0, abs=1e-9)
+    assert set(found) == {
+        f"accuracy/rollout/{name}" for name in ("records", "bias", "median_error", "coverage_50", "coverage_90", "deciles")
+    }
