@@ -292,6 +292,22 @@ def test_parked_engines_keep_their_memory_only_where_an_update_fits_beside_it(tm
     assert not fitted(H100, wanted).give_back_at_once
 
 
+def test_policy_and_critic_learn_at_once_only_where_the_memory_holds_both(tmp_path: Path) -> None:
+    """Each alone fits beside the other's parked state."""
+    model = folder(tmp_path / "05b", QWEN_05B)
+    wanted = auto_kv(model, algorithm={"advantage": {"estimator": "gae"}}, critic={"learning_rate": 1e-5})
+    for gigabytes, fits in ((64, True), (34, False)):
+        room = node(gigabytes)
+        found = fitted(room, wanted)
+        assert (found.updates_obstacle == "") is fits, found.updates_obstacle
+        needs = {need.who: need for need in found.needs}
+        both = found.job.updates_at_once(found.needs)
+        assert both is not None and needs["the learner's update"].bytes < both.bytes and room.first_without_room(found.needs, 0.85) is None
+        assert both.bytes < needs["the learner's update"].bytes + needs["the critic's update"].bytes
+    assert fitted(node(34), auto_kv(model)).updates_obstacle == "", "no critic"
+    assert fitted(H100, wanted).updates_obstacle == "", "each has a device"
+
+
 def test_the_kv_cache_is_no_matter_on_gpus(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: int(80e9))
     path = tmp_path / "r.yaml"

@@ -16,7 +16,7 @@ from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.logprob_passes import Passes
+from rlhfless_ray.learn.step_calls import StepCalls
 from rlhfless_ray.rollout.live_rollout import LiveRollout
 from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_plan import RolloutPlan
@@ -131,18 +131,19 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(LiveRollout, "tail_s", lambda self: 1000.0)
-    of, ahead = Passes.of, dict.fromkeys(("reference", "logprobs", "values"), 0)
+    run_passes, ahead = StepCalls.run_passes, dict.fromkeys(("reference", "logprobs", "values"), 0)
 
-    def compared(self: Passes, samples: list[Sample], batch: Batch, turn: Any) -> dict[str, np.ndarray]:
-        found = of(self, samples, batch, turn)
-        ahead[self.what] += len(self.known)
-        turn(self.worker_group)
-        whole = self.worker_group.compute(self.what, batch, *self.arguments)
-        for name in self.names:
-            np.testing.assert_allclose(found[name], whole[name], rtol=1e-4, atol=2e-5, err_msg=name)
+    def compared(self: StepCalls, samples: list[Sample], batch: Batch, wanted: list[str]) -> dict[str, np.ndarray]:
+        found = run_passes(self, samples, batch, wanted)
+        for one in self.passes.each:
+            ahead[one.what] += len(one.known)
+            self.groups.turn(one.worker_group)
+            whole = one.worker_group.compute(one.what, batch, *one.arguments)
+            for name in one.names:
+                np.testing.assert_allclose(found[name], whole[name], rtol=1e-4, atol=2e-5, err_msg=name)
         return found
 
-    monkeypatch.setattr(Passes, "of", compared)
+    monkeypatch.setattr(StepCalls, "run_passes", compared)
     kl = {"coefficient": 0.1, "estimator": "k2", "place": "reward"}
     run = trained(
         tmp_path / "ahead",

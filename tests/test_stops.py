@@ -162,6 +162,7 @@ class Ended:
         storage = SimpleNamespace(save=self.save, ask_save=lambda *_: [])
         self.worker_group = SimpleNamespace(storage=storage, skipped_in_a_row=0, pool=pool, ranks=1)
         self.worker_group.by_rank = [SimpleNamespace(leases=[None])]
+        self.worker_group.slots, self.worker_group.working, self.worker_group.call_s = 1, True, 0.1
         self.worker_group.recovery, self.worker_group.forget, self.worker_group.start_snapshot = Recovery(1), lambda: None, lambda: None
         run.record = SimpleNamespace(
             progress=SimpleNamespace(message=self.messages.append),

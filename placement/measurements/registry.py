@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from placement.measurements.call_times import CallTimes
 from placement.measurements.correction import FAR, FAR_IN_A_ROW, Accuracy, Correction, FarOff
 from placement.measurements.term import Term
 from placement.measurements.trial import Trial
@@ -56,9 +57,11 @@ class Measurements:
         self.step = Correction()  # seconds of a step
         self.moves = Trial()  # of sequences between engines, to save time
         self.early_gradients = Trial()
+        self.calls = CallTimes()  # of a step's learn phase, besides the policy's update
+        self.side_by_side = Trial(few=2)  # calls of the learn phase that run at the same time
         self.lengths = FarOff()  # forecasts of single responses
         self.far_lengths = 0  # times that many of them in a row were far off, since the user was told
-        self._others: list[Callable[[], Mapping[str, Term]]] = []
+        self._others: list[Callable[[], Mapping[str, Term]]] = [self.calls.by_words]
 
     def include(self, terms: Callable[[], Mapping[str, Term]]) -> None:
         """Show the accuracy of further times too. `terms`: returns them by what they are, in words. Their owner keeps their state."""
@@ -67,7 +70,7 @@ class Measurements:
     def _predicted(self) -> Iterator[tuple[str, Correction]]:
         """Yield the name of each predicted quantity, and what its predictions missed."""
         for name, one in self._kept():
-            if not isinstance(one, Trial):
+            if isinstance(one, Term | Correction):
                 yield name, one.missed if isinstance(one, Term) else one
         for terms in self._others:
             yield from ((name, term.missed) for name, term in terms().items())
@@ -100,13 +103,13 @@ class Measurements:
     def settle(self) -> None:
         """Fit all pending records."""
         for _, one in self._kept():
-            if isinstance(one, Term):
+            if isinstance(one, Term | CallTimes):
                 one.settle()
 
-    def _kept(self) -> Iterator[tuple[str, Term | Correction | Trial]]:
+    def _kept(self) -> Iterator[tuple[str, Term | Correction | Trial | CallTimes]]:
         """Yield what is part of the state, by name."""
         for name, one in vars(self).items():
-            if isinstance(one, Term | Correction | Trial):
+            if isinstance(one, Term | Correction | Trial | CallTimes):
                 yield name, one
 
     def state(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 KEEP = 128  # newest steps
 FADE = 0.97  # factor on a step's weight for each newer one
-FEW = 4  # steps of each kind before they are compared
+FEW = 4  # steps of each kind before they are compared, for a measure that saves little
 AGAIN = 8  # steps of the better kind before one of the other; for each later one as many more, up to `MOST_AGAIN` times
 MOST_AGAIN = 4
 DOUBT = 1.0  # standard errors by which the measure must be better: without evidence it is not taken
@@ -27,18 +27,20 @@ class Trial:
     Both ratios are of the same models, so an error that they have in common cancels.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, few: int = FEW) -> None:
+        """`few`: steps of each kind before they are compared, at least 2."""
+        self.few = few
         self.values = np.empty((0, 2))  # 1 with the measure and 0 without, and log of measured over planned
         self.since = 0  # steps since the last of the kind that seems worse
 
     def decide(self) -> bool:
         """Decide whether the next step that would take the measure takes it."""
         taken, left = self._counts()
-        if taken < FEW or left < FEW:
+        if taken < self.few or left < self.few:
             return taken <= left
         better = self.saving > 0
         other = left if better else taken
-        tries_other = self.since >= AGAIN * min(max(1, other - FEW + 1), MOST_AGAIN)
+        tries_other = self.since >= AGAIN * min(max(1, other - self.few + 1), MOST_AGAIN)
         return better != tries_other
 
     @property
@@ -61,7 +63,7 @@ class Trial:
     def reason(self) -> str:
         """Say what the trial has found, for the reason of a decision."""
         taken, left = self._counts()
-        if taken < FEW or left < FEW:
+        if taken < self.few or left < self.few:
             return f"on trial: {taken} steps with and {left} without"
         return f"saved at least {self.saving:.1%} in {taken} steps, beside {left} without"
 
@@ -74,7 +76,7 @@ class Trial:
         """Record a step that would have taken the measure. `ratio`: what it took over what was planned. Ignores what is not positive."""
         if not (0 < ratio < math.inf):
             return
-        is_better = min(self._counts()) >= FEW and taken == (self.saving > 0)
+        is_better = min(self._counts()) >= self.few and taken == (self.saving > 0)
         self.since = self.since + 1 if is_better else 0
         self.values = np.vstack([self.values, [float(taken), math.log(ratio)]])[-KEEP:]
 

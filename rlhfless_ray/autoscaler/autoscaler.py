@@ -38,6 +38,7 @@ from placement.scaling.resize_policy import (
     with_starts,
 )
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.autoscaler.call_planner import CallPlanner
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import response_tokens
@@ -62,6 +63,7 @@ class Autoscaler(StepPredictor):
         self.objective = _objective(recipe)
         self.sizes: Sizes | None = None  # of the next update and the rollout beside it, with a lag
         self.learner_delay = Delay(0.0, self.learner_slots, "")  # of the next update, for slots that another run gives back
+        self.calls = CallPlanner(self)  # of critic and reference beside the learner
         self.history = ResizeHistory()
         self.actors = 0  # engines of the last step
         self.least = recipe.rollout.min_actors  # the fewest engines of a plan; fewer if there are no slots for so many

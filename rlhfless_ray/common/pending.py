@@ -16,14 +16,16 @@ class Pending(Generic[T]):
 
     Attributes:
         result: waits, replaces lost processes, and returns or raises. Further calls return the same value at once.
-        is_ready: returns whether the processes have replied or were lost. `result` then returns soon, or replaces them.
-        has_failed: returns whether they have ended and one of them raised or was lost. Replaces nothing. If it is ready and has not
+        is_ready: returns whether all processes have replied, or one was lost. `result` then returns soon, or replaces them.
+        has_failed: returns whether one of them raised or was lost. Replaces nothing. If it is ready and has not
             failed, `result` needs no leases.
+        refs: references that a caller can wait for, for several results at once.
     """
 
     result: Callable[[], T]
     is_ready: Callable[[], bool] = lambda: True
     has_failed: Callable[[], bool] = lambda: False
+    refs: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "result", cache(self.result))

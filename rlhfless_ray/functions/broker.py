@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhfless_ray.functions.lease import Lease, LeaseManager
@@ -79,6 +80,17 @@ class SlotBroker:
         """Take every free lease, and those of idle instances. Ray would never grant what the run itself holds."""
         reclaim, self._reclaim_idle = self._reclaim_idle, list
         return [*self.take(), *reclaim()]
+
+    @contextmanager
+    def lending(self, reclaim: Callable[[], list[Lease]]) -> Iterator[None]:
+        """Inside the block, `reclaim` may be called too: after the function that is registered, and at most once."""
+        before = self._reclaim_idle
+        both = self._reclaim_idle = lambda: [*before(), *reclaim()]
+        try:
+            yield
+        finally:
+            if self._reclaim_idle is both:
+                self._reclaim_idle = before
 
     # ---- the invariant ----------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""The worker groups of a run (learner, critic and reference), which take turns under the same leases."""
+"""The worker groups of a run: learner, critic and reference. Between their calls they take turns under the same leases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -21,6 +21,7 @@ class ColocatedGroups:
         self.context, self.learner, self.critic, self.reference = context, learner, critic, reference
         self.shares_slots = False  # engines work beside the learner: free leases are kept for them
         self.keeps_gradients = False  # the learner has accumulated gradients: on GPU it stays on its devices
+        self.update_slots = 0  # leases that the updates of the step will need at once, besides the learner's
 
     @property
     def alone(self) -> bool:
@@ -36,17 +37,24 @@ class ColocatedGroups:
         return self.learners if self.reference is None else [*self.learners, self.reference]
 
     def turn(self, worker_group: WorkerGroup) -> None:
-        """Give the worker group its leases, first those of the group that worked before it."""
-        context = self.context
-        for other in self.all:
-            holds = other is self.learner and self.keeps_gradients and context.leases.resource == "gpu"  # gradients are on its devices
-            if other is not worker_group and other.working and not holds:
-                context.broker.put(other.park())
+        """Give the worker group its leases, first those of the groups that worked before it, and release what is not needed."""
+        self.park_others([worker_group])
         if not worker_group.working:  # on GPU it may have kept its devices, with gradients on them
-            context.broker.staff(worker_group)
-        # the learner works after the others: keep the leases that it will need
-        kept = 0 if worker_group is self.learner else max(0, self.learner.slots - sum(len(i.leases) for i in worker_group.by_rank))
-        context.broker.release(keep=len(context.broker.free) if self.shares_slots else kept)
+            self.context.broker.staff(worker_group)
+        self.release()
+
+    def park_others(self, busy: Collection[WorkerGroup]) -> None:
+        """Park the worker groups that hold leases, except for these."""
+        for other in self.all:
+            holds = other is self.learner and self.keeps_gradients and self.context.leases.resource == "gpu"  # gradients are on its devices
+            if other not in busy and other.working and not holds:
+                self.context.broker.put(other.park())
+
+    def release(self, keep: int = 0) -> None:
+        """Release free leases, except for `keep` and those that the updates of the step will need."""
+        broker, later = self.context.broker, self.update_slots + (0 if self.learner.working else self.learner.slots)
+        held = sum(len(i.leases) for group in self.all if group.working and group is not self.learner for i in group.by_rank)
+        broker.release(keep=len(broker.free) if self.shares_slots else max(keep, later - held))
 
     @property
     def learner_nodes(self) -> set[str]:

@@ -10,6 +10,8 @@ from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.worker_pool import ATTEMPT_S, WorkerPool
 from rlhfless_ray.learn.recovery import LearnerLost
 
+FREE_S = 0.05  # longest wait for Ray to grant a free slot
+
 
 class GangScheduler:
     def __init__(self, pool: WorkerPool, ranks: int, broker: SlotBroker, name: str) -> None:
@@ -66,6 +68,15 @@ class GangScheduler:
                 left.remove(lease_for_rank)
                 fitting.append(lease_for_rank)
         return fitting, left, missing
+
+    def lease_free(self, by_rank: list[Instance], have: list[Lease]) -> list[Lease]:
+        """Lease the slots that the ranks lack where their state is, if all of these are free. `have`: leases that they may take."""
+        leases, missing = self.pool.leases, self.fit(by_rank, have)[2]
+        slots = [instance.slot for instance in missing if instance is not None]
+        nodes = [slot.node for slot in slots]
+        if not slots or len(slots) < len(missing) or len(leases.with_room(nodes)) < len(nodes):
+            return []
+        return leases.collect(leases.ask_again(slots), self.pool.kind, FREE_S)
 
     def _more(self, shares: list[list[Lease]], spare: list[Lease], max_leases: int, patience_s: float) -> list[Lease]:
         """Add leases of a rank's own node to its share, spare ones first. Returns the leases left over."""

@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from placement.calls import TRAIN_CRITIC, TRAIN_POLICY, VALUES
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.pending import Pending
@@ -23,6 +25,7 @@ from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.kl_estimators import mean_kl, token_kl
 from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
+from rlhfless_ray.learn.step_calls import Starts, StepCalls, passes_wanted
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import AnySample, Sample, SampleId, Scored, Trained, UpdateStats, WeightVersion
@@ -57,6 +60,7 @@ class LearnStage:
         self.leftover: Batch | None = None  # samples of finished steps that filled no optimizer step
         self.kl = 0.0  # mean over the step's samples, if the KL is part of the reward
         self.passes = StepPasses(context, worker_group, critic, reference, with_gradients=self.obstacle is None)
+        self.calls = StepCalls(context, self.worker_groups, self.passes, self.kl_in_reward)
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
@@ -65,6 +69,10 @@ class LearnStage:
         self.learned, self.worker_groups.keeps_gradients = {}, False
         self.early_reason = self.obstacle or "no slot was free long enough while responses were decoded"
         self.passes.begin(samples)
+
+    @property
+    def _passes(self) -> list[str]:
+        return passes_wanted(self.passes, self.kl_in_reward or self.carries)
 
     @property
     def wants_slot(self) -> bool:
@@ -165,12 +173,10 @@ class LearnStage:
             passes.start_ahead([], seconds)
 
     def _end_passes_beside(self) -> None:
-        """Wait for the last of these passes, and replace the learner if it was lost in it. Engines hold no lease."""
+        """Wait for the last of these passes. Engines hold no lease."""
         passes = self.passes.logprobs
         if passes is not None and passes.refs:
             passes.collect(wait=True, parks=False)
-            if not self.worker_group.working:
-                self.worker_groups.turn(self.worker_group)
 
     # ---- the phase --------------------------------------------------------------------------------------------
 
@@ -194,23 +200,16 @@ class LearnStage:
             scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
         extra: dict[str, Any] = {}
         tokens = int(lengths.sum())
-        reference, logprobs, values_of = self.passes.reference, self.passes.logprobs, self.passes.values
-        passed: dict[str, np.ndarray] = {}
         began_s = time.monotonic()
-        if reference is not None and len(batch):
-            passed |= reference.of(learned, batch, self.worker_groups.turn)
-        if logprobs is not None and len(batch) and (self.kl_in_reward or logprobs.known or self.carries):
-            passed |= logprobs.of(learned, batch, self.worker_groups.turn)
+        passed = self.calls.run_passes(learned, batch, self._passes if learned else [VALUES])
+        self.passes_s += time.monotonic() - began_s
         if self.kl_in_reward and len(batch):
             kl = token_kl(passed["old"], passed["reference"], recipe.algorithm.kl.estimator, recipe.algorithm.kl.limit)
             self.kl = mean_kl(kl, batch.response_lengths)
             extra |= {"kl": _spread(kl, scored_tokens, tokens), "kl_coefficient": self.controller.coefficient}
         batch = replace(batch, **passed)  # type: ignore[arg-type]
-        if values_of is not None:
-            values = values_of.of(learned, batch, self.worker_groups.turn)["values"]
-            batch = replace(batch, values=values)
-            extra["values"] = _spread(values, scored_tokens, tokens)
-        self.passes_s += time.monotonic() - began_s
+        if batch.values is not None:
+            extra["values"] = _spread(batch.values, scored_tokens, tokens)
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
         advantages, returns, earned = compute_advantages(
             recipe.algorithm,
@@ -248,6 +247,7 @@ class LearnStage:
                 if (delay := context.autoscaler.learner_delay).seconds:
                     self.worker_group.scheduler.wait_s = delay.seconds
                     context.record.progress.message(f"step {self.number}: the update {delay.reason}")
+            self.calls.begin(samples, self.plan, self._passes)
             if self.worker_groups.alone:
                 self.worker_groups.turn(self.worker_group)
             with self._stop_waits:  # also ends the deferral if an update fails before its result is waited for
@@ -257,7 +257,7 @@ class LearnStage:
                     context.broker.put(worker_group.park())
 
     def start_update(self, batch: Batch, samples: Sequence[Sample]) -> Pending[tuple[UpdateStats, dict[str, Any]]]:
-        """Update the critic, if there is one, and start the learner's update. Its result: statistics, and metrics of both.
+        """Start the updates of policy and critic, as soon as both can have slots. The result: the policy's statistics, and metrics of both.
 
         Stop signals are deferred until the result is there, because a partial update cannot be saved.
         """
@@ -265,52 +265,65 @@ class LearnStage:
         self._stop_waits.enter_context(STOP.deferred(self.context.recipe.run.sigterm_s / 2, progress.message))
         frozen = 1 <= self.number <= self.context.recipe.critic.freeze_policy_steps
         batch, left = self._cut(batch) if self.carries and not (frozen and self.critic is None) else (batch, None)
-        metrics: dict[str, Any] = {}
         began_s = time.monotonic()
+        starts: Starts = {} if frozen else {TRAIN_POLICY: (self.worker_group, lambda: self._started(batch, samples))}
         if self.critic is not None:
-            self.worker_groups.turn(self.critic)
-            of_critic = self.critic.update(replace(batch, experts=None))
-            if of_critic.skipped:
-                progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
-            metrics |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
-        if not self.worker_groups.alone:
+            starts[TRAIN_CRITIC] = self.critic, partial(self.critic.start_update, replace(batch, experts=None))
+        self.update = Pending(UpdateStats)
+        self.calls.start(starts)
+        if self.critic is not None and (frozen or self.worker_groups.shares_slots):  # engines need its slots beside the policy's update
+            self.calls.runner.end(TRAIN_CRITIC)
+            self.context.broker.put(self.critic.park())
+        if frozen and not self.worker_groups.alone:
             self.worker_groups.turn(self.worker_group)
-        if self.passes.each:
-            self.context.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
-        self.update = update = Pending(UpdateStats) if frozen else self._started(batch, samples)
-        return Pending(lambda: self._updated(update, samples, metrics, left), update.is_ready, update.has_failed)
+        before_s = self.passes_s + time.monotonic() - began_s
+        if self.passes.each and self.critic is None:
+            self.context.autoscaler.observe_passes(samples, before_s)
+        runner = self.calls.runner
+        return Pending(lambda: self._updated(samples, left, before_s), runner.is_ready, runner.has_failed)
 
     def _started(self, batch: Batch, samples: Sequence[Sample]) -> Pending[UpdateStats]:
         """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it."""
         began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
         update = self.worker_group.start_update(batch, publishes=True)
+        beside = self.context.recipe.rollout.rolls_out_ahead or not self.worker_groups.alone
 
         def result() -> UpdateStats:
             stats: UpdateStats = update.result()
             if restarts == self.worker_group.recovery.restarts:
-                waited_s = time.monotonic() - began_s  # also for a rollout, if the steps overlap
-                took_s = self.worker_group.update_s if self.context.recipe.rollout.rolls_out_ahead else waited_s
+                waited_s = time.monotonic() - began_s  # also for what else the driver waits for meanwhile
+                took_s = self.worker_group.call_s if beside else waited_s
                 self.context.autoscaler.observe_update(self._slots(), samples, took_s)
             return stats
 
-        return Pending(result, update.is_ready, update.has_failed)
+        self.update = replace(update, result=result)
+        return self.update
 
-    def _updated(
-        self, update: Pending[UpdateStats], samples: Sequence[Sample], metrics: dict[str, Any], left: Batch | None
-    ) -> tuple[UpdateStats, dict[str, Any]]:
+    def _updated(self, samples: Sequence[Sample], left: Batch | None, before_s: float) -> tuple[UpdateStats, dict[str, Any]]:
         assert self.plan is not None
-        coefficient = self.controller.coefficient
+        coefficient, progress = self.controller.coefficient, self.context.record.progress
         with self._stop_waits:
-            stats = update.result()
+            results = self.calls.finish()
+            stats = self.update.result()
             self._end_passes_beside()
+            if not self.worker_group.working:  # it was lost in a pass, or a lost critic has its leases
+                self.worker_groups.turn(self.worker_group)
             if self.kl_in_reward:
                 stats = replace(stats, kl=self.kl)
             if stats.applied:
                 self.controller = self.controller.after(stats.kl, len(samples))
             self.leftover = left
         if stats.skipped:
-            self.context.record.progress.message(f"optimizer step skipped: {stats.reason}")
-        metrics |= {"pool/learn_slots": self._slots() * self.worker_group.ranks, "pool/learn_reason": self.plan.reason}
+            progress.message(f"optimizer step skipped: {stats.reason}")
+        plans = filter(None, (self.plan.reason, self.calls.plan.reason if self.calls.plan else ""))
+        metrics: dict[str, Any] = {"pool/learn_slots": self._slots() * self.worker_group.ranks, "pool/learn_reason": "; ".join(plans)}
+        metrics |= self.calls.metrics()
+        self.calls.observe()
+        if (of_critic := results.get(TRAIN_CRITIC)) is not None:
+            if of_critic.skipped:
+                progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
+            metrics |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
+            self.context.autoscaler.observe_passes(samples, before_s + self.calls.after_policy_s())
         if self.context.recipe.algorithm.keeps_reference:
             metrics["learn/kl_coefficient"] = coefficient
         return stats, metrics

@@ -6,11 +6,13 @@ others, on slots that engines have released. The learn phase computes the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from placement import calls
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.learn.advantage import spans
 from rlhfless_ray.learn.batch import Batch, batch_of
@@ -35,14 +37,15 @@ def fill_budget(sizes: Iterable[int], budget: int) -> tuple[int, int, bool]:
 class Passes:
     """One kind of forward pass. In every step, call `begin`, then `add_samples`, `start_ahead` and `collect` repeatedly, then `of`."""
 
-    def __init__(self, context: RunContext, worker_group: WorkerGroup, what: str, names: tuple[str, ...], ahead: bool) -> None:
+    def __init__(self, context: RunContext, worker_group: WorkerGroup, call: str, what: str, names: tuple[str, ...], ahead: bool) -> None:
         """Configure a pass.
 
         Args:
+            call: its name in the graph of the step (`placement.calls`).
             what: the method to call: `logprobs` (with `names` of results, see `overlap_rules.passes`), `reference` or `values`.
             ahead: whether samples are computed before the learn phase.
         """
-        self.context, self.worker_group, self.what, self.names, self.ahead = context, worker_group, what, names, ahead
+        self.context, self.worker_group, self.call, self.what, self.names, self.ahead = context, worker_group, call, what, names, ahead
         self.arguments = (names,) if what == "logprobs" else ()
         self.per_token_s: float | None = None  # seconds per token of the newest pass, under the leases that its ranks held
         self.begin(0)
@@ -120,22 +123,35 @@ class Passes:
 
     # ---- the learn phase --------------------------------------------------------------------------------------
 
-    def of(self, samples: Sequence[Sample], batch: Batch, turn: Callable[[WorkerGroup], None]) -> dict[str, np.ndarray]:
-        """Return results by name, per response token of `batch`, which consists of these samples.
+    def lacks(self, samples: Sequence[Sample]) -> bool:
+        """Return whether results of some of these samples are missing."""
+        return any(sample.id not in self.known for sample in samples)
 
-        Missing results are computed now; `turn` gives the worker group its leases.
+    def start(self, samples: Sequence[Sample], batch: Batch) -> Pending[dict[str, np.ndarray]]:
+        """Start to compute what is missing for `batch`, which consists of these samples. The worker group has leases if it `lacks` any.
+
+        The result: values by name, per response token.
         """
         keys = [sample.id for sample in samples]
         later = np.array([i for i, key in enumerate(keys) if key not in self.known], np.int64)
         by_key = {key: self.known[key] for key in keys if key in self.known}
-        if len(later):
-            turn(self.worker_group)
-            part = batch if len(later) == len(batch) else batch.take(later)
-            results = self.worker_group.compute(self.what, part, *self.arguments)
+        empty = np.zeros(0, np.float32)
+
+        def joined() -> dict[str, np.ndarray]:
+            return {name: np.concatenate([empty, *(by_key[key][name] for key in keys)]) for name in self.names}
+
+        if not len(later):
+            return Pending(joined)
+        part = batch if len(later) == len(batch) else batch.take(later)
+        begun = self.worker_group.start_compute(self.what, part, *self.arguments)
+
+        def result() -> dict[str, np.ndarray]:
+            results = begun.result()
             for i, span in zip(later, spans(part.response_lengths), strict=True):
                 by_key[keys[i]] = {name: results[name][span] for name in self.names}
-        empty = np.zeros(0, np.float32)
-        return {name: np.concatenate([empty, *(by_key[key][name] for key in keys)]) for name in self.names}
+            return joined()
+
+        return Pending(result, begun.is_ready, begun.has_failed, begun.refs)
 
 
 class StepPasses:
@@ -159,13 +175,13 @@ class StepPasses:
         self.logprobs: Passes | None = None
         self.values: Passes | None = None
         if reference is not None:
-            self.reference = Passes(context, reference, "reference", ("reference",), others_ahead)
+            self.reference = Passes(context, reference, calls.REFERENCE, "reference", ("reference",), others_ahead)
         samples = recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
         names = () if with_gradients else passes(recipe.algorithm, recipe.lora, samples, apart=recipe.has_reference)
         if names:
-            self.logprobs = Passes(context, worker_group, "logprobs", names, self.obstacle is None)
+            self.logprobs = Passes(context, worker_group, calls.OLD, "logprobs", names, self.obstacle is None)
         if critic is not None:
-            self.values = Passes(context, critic, "values", ("values",), others_ahead)
+            self.values = Passes(context, critic, calls.VALUES, "values", ("values",), others_ahead)
 
     @property
     def each(self) -> list[Passes]:

@@ -39,6 +39,17 @@ def wait_for_ranks(refs: list[Any], deadline_s: float, what: str, name: str, ran
         raise LearnerLost(f"{what} failed: a {name} process died: {reason_of(error)}") from error
 
 
+def has_raised(ref: Any) -> bool:
+    """Return whether a call that has ended raised, or lost its process. A value that is on another node is not fetched."""
+    try:
+        ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return False
+    except (ray.exceptions.RayTaskError, *GONE):
+        return True
+    return False
+
+
 def _death(refs: list[Any]) -> BaseException | None:
     """Return the error of a call whose process died, if Ray reports that within a few seconds."""
     end = time.monotonic() + DEATH_S

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlhfless_ray.common.deadlines import get
-from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureCause
@@ -23,7 +23,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
 from rlhfless_ray.learn.group_files import GroupFiles
 from rlhfless_ray.learn.group_weights import GroupWeights
-from rlhfless_ray.learn.rank_replies import wait_for_ranks
+from rlhfless_ray.learn.rank_replies import has_raised, wait_for_ranks
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.learn.shares import Cutter, joined
 from rlhfless_ray.recipe import LearnerConfig, Recipe
@@ -78,7 +78,7 @@ class WorkerGroup:
         self.notes: list[str] = []  # for the user, about the ranks' processors
         self.cutter = Cutter()  # replaced by the ranks' own once they have loaded the model
         self.scheduler = GangScheduler(pool, ranks, broker, name)
-        self.update_s = 0.0  # seconds of the slowest rank's work in the last update
+        self.call_s = 0.0  # seconds of the slowest rank's work in the newest update or `start_compute`
         self.weights = GroupWeights(self, shares_base)
         self.storage = GroupFiles(self)
 
@@ -221,7 +221,7 @@ class WorkerGroup:
                     self.handle_loss(lost)
                     self.assign_free_leases()
 
-        return Pending(result, lambda: not self.pending(refs), lambda: self.have_failed(refs))
+        return Pending(result, lambda: not self.pending(refs) or self.have_failed(refs), lambda: self.have_failed(refs), tuple(refs))
 
     # ---- work -------------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class WorkerGroup:
         self.recovery.record("update", batch)
         self.weights.wait_until_read()  # it ended before the update began
         self.record_spans(spans for _, spans in replies)
-        self.update_s = slowest_s(spans for _, spans in replies)
+        self.call_s = slowest_s(spans for _, spans in replies)
         stats = replies[0][0]
         self._count(stats)
         self.skipped_in_a_row = (0 if stats.applied else self.skipped_in_a_row) + stats.skipped_last
@@ -304,13 +304,21 @@ class WorkerGroup:
         return self.call(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
 
     def compute(self, what: str, batch: Batch, *more: object) -> dict[str, np.ndarray]:
-        """Compute values per response token under the current weights, by name.
+        """Return the result of `start_compute`."""
+        return self.start_compute(what, batch, *more).result()
+
+    def start_compute(self, what: str, batch: Batch, *more: object) -> Pending[dict[str, np.ndarray]]:
+        """Start to compute values per response token under the current weights, by name.
 
         `what`: `logprobs` of a learner (`more`: the names, see `overlap_rules.passes`), `reference` of a reference, or `values` of a
         critic.
         """
-        replies = self.call(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
+        begun = self._start_call(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
+        return Pending(lambda: self._computed(begun.result()), begun.is_ready, begun.has_failed, begun.refs)
+
+    def _computed(self, replies: list[Any]) -> dict[str, np.ndarray]:
         self.record_spans(spans for *_, spans in replies)
+        self.call_s = slowest_s(spans for *_, spans in replies)
         return self._joined(replies)
 
     def ask(self, what: str, batch: Batch, *more: object) -> list[Any]:
@@ -342,14 +350,9 @@ class WorkerGroup:
         return ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
 
     def have_failed(self, refs: list[Any]) -> bool:
-        """Return whether all of these calls have ended and one of them raised or lost its process. Handles no loss."""
-        if self.pending(refs):
-            return False
-        try:
-            self.wait_for(refs, f"the {self.name}'s finished calls")
-        except (RunError, UserError):
-            return True
-        return False
+        """Return whether one of these calls raised or lost its process. The others may wait for it in a collective. Handles no loss."""
+        pending = self.pending(refs)
+        return any(has_raised(ref) for ref in refs if ref not in pending)
 
     def wait_for_gradients(self, refs: list[Any]) -> float | None:
         """Wait for gradients. The ranks keep their leases. Returns the slowest rank's seconds, or None if a rank was lost.

@@ -34,6 +34,7 @@ class Fit(Generic[J]):
     `kv`: what the KV cache of an engine on CPU holds; empty unless its size was `auto` and is known.
     `give_back_at_once`: whether parked engines must release weights and KV cache at once, because an update does not fit beside them.
     Otherwise they keep both until gaps are known to be long.
+    `updates_obstacle`: why policy and critic cannot learn at the same time. Empty if both fit.
     """
 
     job: J
@@ -42,6 +43,7 @@ class Fit(Generic[J]):
     note: str = ""
     kv: str = ""
     give_back_at_once: bool = False
+    updates_obstacle: str = ""
 
     def step_mb(self, engines: int = 0) -> dict[str, float]:
         """Return predicted peaks in MB to compare with a step's measured ones. Empty on GPUs, whose memory is not measured.
@@ -73,8 +75,14 @@ def fit(job: J, find_room: Callable[[], Room]) -> Fit[J]:
         room = find_room()
         kept = [need for need in found.job.peaks_with(room, engines_keep=True) if need.of_update]
         too_much = room.first_without_room(kept, used_memory_share(job, room)) is not None
-        found = replace(found, give_back_at_once=too_much and not room.on_gpu)
+        found = replace(found, give_back_at_once=too_much and not room.on_gpu, updates_obstacle=_updates_obstacle(found, room))
     return cast(Fit[J], found)
+
+
+def _updates_obstacle(found: Fit[RunMemory], room: Room) -> str:
+    both = found.job.updates_at_once(found.needs)
+    short = None if both is None or room.on_gpu else room.first_without_room([both], used_memory_share(found.job, room))
+    return "" if short is None else f"{short.who} would take about {gb(short.bytes)}, too much for this memory"
 
 
 # ---- updates ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Self
@@ -238,6 +238,15 @@ class RunMemory(JobMemory):
             needs.append(Need(f"the {name}'s update", need.key, (*own, *beside, *waiting, *others), predicted=True, of_update=True))
         parts = (("in engines", recipe.rollout.min_actors * engine.bytes), *((f"in the {n}", s) for n, s in idle.items()), *others)
         return [*needs, Need("the rollout", policy.key, parts, predicted=True)]
+
+    def updates_at_once(self, needs: Iterable[Need]) -> Need | None:
+        """Return the predicted peak of policy and critic that learn at the same time on cores. `needs`: see `peaks`. None: no critic."""
+        by_who = {need.who: need for need in needs}
+        update, critic = by_who.get("the learner's update"), by_who.get("a critic rank")
+        if update is None or critic is None:
+            return None
+        beside = [(what, size) for what, size in update.parts if what != "in the critic"]
+        return replace(update, who="both updates at once", parts=(*beside, *_times(critic.processes, critic.parts)))
 
     def engines_at_once(self, room: Room) -> int:
         return min(self.recipe.rollout.max_actors, max(1, room.slots // self.recipe.rollout.least_width))

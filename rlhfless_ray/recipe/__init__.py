@@ -26,6 +26,7 @@ from rlhfless_ray.recipe.run_sections import (
     ClusterConfig,
     FunctionsConfig,
     ObjectiveConfig,
+    PlanConfig,
     PriceConfig,
     RunConfig,
     SaveConfig,
@@ -62,6 +63,7 @@ class Recipe(RecipeFile):
     ema: EmaConfig = EmaConfig()
     functions: FunctionsConfig = FunctionsConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    plan: PlanConfig = PlanConfig()
     price: PriceConfig = PriceConfig()
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

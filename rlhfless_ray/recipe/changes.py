@@ -36,6 +36,7 @@ UNLEARNED: Mapping[str, Collection[str] | None] = {
     "lora": {"publish"},
     "functions": None,
     "objective": None,
+    "plan": None,
     "price": None,
     "cluster": None,
     "checkpoint": None,

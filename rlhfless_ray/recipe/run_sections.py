@@ -111,6 +111,12 @@ class ObjectiveConfig(Section):
         return self
 
 
+class PlanConfig(Section):
+    search: Literal["auto", "fixed"] = "auto"
+    """`auto`: calls of reference, critic and learner that do not need each other run side by side if there are slots and that pays.
+    `fixed`: they take turns."""
+
+
 class PriceConfig(Section):
     cpu_slot_per_hour: float = Field(0.04, ge=0)
     """Money per hour of a leased core, for the ledger's money column."""

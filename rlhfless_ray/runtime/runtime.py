@@ -289,6 +289,7 @@ class Runtime:
         most = {width: rollout.max_actors // (width if chooses_width else 1) for width in engines}
         limits = partial(nodes.limits, most, rollout.min_actors)
         context = RunContext(recipe, SlotBroker(self.leases), StepTimer(record.progress.phase), record, self.autoscaler, limits)
+        self.autoscaler.calls.obstacle = inputs.memory_fit.updates_obstacle
         at_once = inputs.memory_fit.give_back_at_once
         stages = Stages.create(context, inputs, actors, nodes.labels, at_once, private)
         stages.rollout.pool.set_width(self.autoscaler.engines.width)

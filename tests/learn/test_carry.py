@@ -107,8 +107,9 @@ def stage_of(told: list[str], **more: Any) -> tuple[LearnStage, list[Batch]]:
         return Pending(lambda: UpdateStats(applied=1))
 
     worker_group = SimpleNamespace(
-        recovery=SimpleNamespace(restarts=0), start_update=start_update, by_rank=[SimpleNamespace(leases=[1])], ranks=1
+        recovery=SimpleNamespace(restarts=0), start_update=start_update, by_rank=[SimpleNamespace(leases=[1])], ranks=1, slots=1
     )
+    worker_group.working, worker_group.call_s = True, 0.1
     context = SimpleNamespace(
         recipe=chosen,
         record=SimpleNamespace(progress=SimpleNamespace(message=told.append)),

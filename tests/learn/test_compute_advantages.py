@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placement.call_slots import CallPlan
 from placement.scaling.phase_delay import Delay
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.common.pending import Pending
@@ -98,6 +99,7 @@ class Looking:
 
     working = False
     slots, by_rank = 1, ()
+    recovery, call_s = SimpleNamespace(restarts=0), 0.1
 
     def __init__(self, kl: list[list[float]]) -> None:
         self.kl = np.concatenate(kl).astype(np.float32)
@@ -108,6 +110,10 @@ class Looking:
     def compute(self, what: str, batch: Any, *names: tuple[str, ...]) -> dict[str, np.ndarray]:
         assert len(self.kl) == len(batch.logprobs) and (what, names) in (("logprobs", (("old",),)), ("reference", ()))
         return {"old": -self.kl} if what == "logprobs" else {"reference": -2 * self.kl}
+
+    def start_compute(self, what: str, batch: Any, *names: Any) -> Any:
+        found = self.compute(what, batch, *names)
+        return Pending(lambda: found)
 
 
 @pytest.mark.parametrize("in_reward", [False, True])
@@ -158,7 +164,8 @@ class Working:
 
     def __init__(self, name: str, log: list[str], ranks: int) -> None:
         self.name, self.log, self.ranks, self.slots = name, log, ranks, ranks
-        self.recovery = SimpleNamespace(restarts=0)
+        self.recovery, self.call_s, self.deadline_s = SimpleNamespace(restarts=0), 0.1, 5.0
+        self.scheduler = SimpleNamespace(lease_free=lambda by_rank, have: [])
         self.working, self.held = False, []
         self.by_rank: list[Any] = []
 
@@ -169,7 +176,7 @@ class Working:
         return spare
 
     def park(self) -> list[str]:
-        self.working, held = False, self.held
+        self.working, self.by_rank, held = False, [], self.held
         return held
 
     def start_snapshot(self) -> None:
@@ -182,8 +189,12 @@ class Working:
             return {"values": np.arange(tokens, dtype=np.float32) / 10}
         return {what if what == "reference" else "old": np.full(tokens, 1.0 if what == "reference" else 0.0, np.float32)}
 
-    def update(self, batch: Any) -> Any:
-        return self.start_update(batch).result()
+    def start_compute(self, what: str, batch: Any, *names: Any) -> Any:
+        found = self.compute(what, batch, *names)
+        return Pending(lambda: found)
+
+    def fits(self, leases: list[str]) -> bool:
+        return len(leases) >= self.ranks
 
     def start_update(self, batch: Any, publishes: bool = False) -> Any:
         assert self.working
@@ -192,26 +203,43 @@ class Working:
         return Pending(lambda: kind(applied=1))
 
 
-def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_with_a_critic_the_gangs_take_turns_under_the_same_leases_or_work_at_once(together: bool) -> None:
     log: list[str] = []
     gae = {"estimator": "gae", "gamma": 0.9, "lambd": 0.8}
     chosen = recipe(algorithm={"advantage": gae, "kl": {"coefficient": 0.2, "place": "reward", "estimator": "k2"}})
     chosen = chosen.model_copy(update={"critic": chosen.critic.model_copy(update={"freeze_policy_steps": 1})})
     learner, critic, reference = Working("learner", log, 2), Working("critic", log, 1), Working("reference", log, 1)
     released: list[str] = []
-    broker = SlotBroker(SimpleNamespace(release=released.extend))  # type: ignore[arg-type]
+    nodes = SimpleNamespace(slots=lambda labels: {"here": 3})
+    held = ["a", "b", "c"]
+
+    def release(leases: list[str]) -> None:
+        released.extend(leases)
+        held[:] = [lease for lease in held if lease not in leases]
+
+    leases: Any = SimpleNamespace(release=release, resource="cpu", nodes=nodes, held=held)
+    broker = SlotBroker(leases)
+    rooms: list[int] = []
+
+    def plan(graph: Any, stages: list[Any], decision: Any, room: int) -> CallPlan:
+        rooms.append(room)
+        return CallPlan({name: 1 for stage in stages for name in stage}, together, reason="as told")
+
     broker.put(["a", "b", "c"])  # type: ignore[list-item]
     context: Any = SimpleNamespace(
         recipe=chosen,
         broker=broker,
         phases=SimpleNamespace(phase=lambda name: nullcontext()),
-        leases=SimpleNamespace(resource="cpu"),
+        leases=broker.leases,
         record=SimpleNamespace(progress=SimpleNamespace(message=print)),
         autoscaler=SimpleNamespace(
             size_learner=lambda samples, is_beside_rollout: SimpleNamespace(actors=1, reason=""),
             learner_delay=Delay(0.0, 1, ""),
             observe_update=lambda *a: log.append("measured"),
             observe_passes=lambda samples, seconds: log.append("all before it too"),
+            calls=SimpleNamespace(plan=plan, observe=lambda plan, tokens, took, wall_s: log.append("each call too")),
+            bids=None,
         ),
     )
 
@@ -229,10 +257,14 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
             stats, told = update.result()
         assert stats.applied == (number == 2) and told["critic/applied"] == 1
     # the KL, then the values; of what reference and critic do not need, the lease that the learner will
-    turns = ["reference on a", "learner on b a", "critic on b", "critic learns", "learner on a b", "all before it too"]
-    again = ["reference on a", "learner on b a", "critic on b", "critic learns", "learner on a b", "all before it too"]
-    assert log == [*turns, "meanwhile", *again, "learner learns", "meanwhile", "measured"]
-    assert released == ["c"] and sorted(broker.free) == ["a", "b"]
+    turns = ["reference on a", "learner on b a", "critic on b", "critic learns", "learner on a b"]
+    if together:  # the critic has to wait for the reference's lease, because the learner has the others
+        turns = ["reference on a", "learner on b c", "critic on a", "critic learns"]
+    first = [*turns, *(["learner on b c"] if together else []), "meanwhile"]
+    second = [*turns, "learner learns", "meanwhile", "measured", "each call too"]
+    assert log == [*first, "all before it too", *second, "all before it too"]
+    assert sorted(released + list(broker.free)) == ["a", "b", "c"] and released == ([] if together else ["c"])
+    assert rooms == [3, 3] and told["pool/learn_reason"] == "as told" and told["learn/call_s/critic_update"] == pytest.approx(0.1)
     assert [s.earned for s in trained] == [pytest.approx(r - 2 * 0.2 * 0.5) if r != 1 else None for r in range(6)]
     by_hand = []
     for reward, k in zip([0, 2, 3, 4, 5], range(5), strict=True):  # five samples of two tokens; one has no reward
@@ -274,7 +306,13 @@ def test_an_adapted_coefficient_goes_on_where_it_was() -> None:
     stats = UpdateStats(kl=0.03, applied=1)
     recovery = SimpleNamespace(restarts=0)
     worker_group = SimpleNamespace(
-        recovery=recovery, start_update=lambda *_, **__: Pending(lambda: stats), by_rank=[SimpleNamespace(leases=[1])], ranks=1
+        recovery=recovery,
+        start_update=lambda *_, **__: Pending(lambda: stats),
+        by_rank=[SimpleNamespace(leases=[1])],
+        ranks=1,
+        slots=1,
+        working=True,
+        call_s=0.1,
     )
     context = SimpleNamespace(
         recipe=chosen,

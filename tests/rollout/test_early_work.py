@@ -73,7 +73,7 @@ class Gang:
         self.passes: list[tuple[str, list[int]]] = []  # of which groups, in their order
         self.dies = False
         self.update = Pending(UpdateStats)
-        self.update_s = 1.0
+        self.call_s = 1.0
         self.recovery = SimpleNamespace(restarts=0)
 
     def fits(self, leases: list[Any]) -> bool:
@@ -111,6 +111,10 @@ class Gang:
         assert self.working
         self.passes.append((what, rows_of(batch)))
         return {name: np.float32(self.SAYS[name]) * batch.logprobs for name in (names[0] if names else (what,))}
+
+    def start_compute(self, what: str, batch: Any, *names: Any) -> Any:
+        found = self.compute(what, batch, *names)
+        return Pending(lambda: found)
 
     def park(self) -> list[Any]:
         self.working, lease, self.lease = False, self.lease, []

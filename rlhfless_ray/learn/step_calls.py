@@ -1,0 +1,144 @@
+"""The calls of a step's learn phase: plan them, run them, and measure what they took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from placement.call_slots import CallPlan
+from placement.calls import OLD, TRAIN_CRITIC, TRAIN_POLICY, Features, step_graph
+from placement.scaling.resize_policy import Decision
+from rlhfless_ray.autoscaler.call_planner import PlannedCall
+from rlhfless_ray.common.pending import Pending
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.call_runner import CallRunner, CallTime, GroupCall
+from rlhfless_ray.learn.colocation import ColocatedGroups
+from rlhfless_ray.learn.logprob_passes import StepPasses
+from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.types import Sample
+
+Starts = dict[str, tuple[WorkerGroup, Callable[[], Pending[Any]]]]  # call → its worker group, and the function that starts it
+
+
+class StepCalls:
+    def __init__(self, context: RunContext, groups: ColocatedGroups, passes: StepPasses, kl_in_reward: bool) -> None:
+        self.context, self.groups, self.passes = context, groups, passes
+        features = Features(
+            values=groups.critic is not None,
+            reference=groups.reference is not None,
+            pass_before=passes.logprobs is not None,
+            kl_in_reward=kl_in_reward,
+        )
+        self.graph = step_graph(features)
+        self.runner = CallRunner(groups, self.graph)
+        self.plan: CallPlan | None = None  # of the phase that runs; None if the learner is the only worker group
+        self.tokens: dict[str, float] = {}  # of each planned call
+        self.times: dict[str, CallTime] = {}  # of the calls of the step that have ended
+
+    # ---- the plan ---------------------------------------------------------------------------------------------
+
+    def begin(self, samples: Sequence[Sample], decision: Decision, wanted: Sequence[str]) -> None:
+        """Plan the phase of a step with these samples. `decision`: of the policy's update. `wanted`: the passes that it needs."""
+        self.times, self.plan, self.groups.update_slots = {}, None, 0
+        if self.groups.alone:
+            return
+        kinds = [kind for kind in self.passes.each if kind.call in wanted]
+        missing = {kind.call: (kind.worker_group, [one for one in samples if one.id not in kind.known]) for kind in kinds}
+        updates = {TRAIN_CRITIC: self.groups.critic, TRAIN_POLICY: self.groups.learner}
+        stages = [
+            {name: self._planned(group, those) for name, (group, those) in missing.items() if those},
+            {name: self._planned(group, samples) for name, group in updates.items() if group is not None},
+        ]
+        self.tokens = {name: call.tokens for stage in stages for name, call in stage.items()}
+        self.plan = self.context.autoscaler.calls.plan(self.graph, stages, decision, self._room())
+        self.groups.learner.slots = self._slots(TRAIN_POLICY, self.groups.learner)
+        if self.plan.together and self.groups.critic is not None:
+            self.groups.update_slots = self._slots(TRAIN_CRITIC, self.groups.critic)
+
+    def _planned(self, group: WorkerGroup, samples: Sequence[Sample]) -> PlannedCall:
+        return PlannedCall(group.ranks, float(sum(len(one.completion.token_ids) for one in samples)))
+
+    def _room(self) -> int:
+        """Return how many slots the run may hold for all worker groups together. Working engines keep theirs."""
+        leases, groups = self.context.leases, self.groups
+        own = len(self.context.broker.free) + sum(len(i.leases) for group in groups.all for i in group.by_rank)
+        if leases.resource == "gpu":  # each rank stays on its device
+            return len({place for group in groups.all for instance in group.by_rank for place in instance.slot.places})
+        if groups.shares_slots:
+            return own
+        room = sum(leases.nodes.slots({}).values()) - (len(leases.held) - own)
+        bids = self.context.autoscaler.bids
+        return room if bids is None else max(own, min(room, bids.pool.view.target))
+
+    def _slots(self, name: str, group: WorkerGroup) -> int:
+        """Return the slots that a call gets for all ranks."""
+        planned = self.plan is not None and name in self.plan.slots and self.context.leases.resource == "cpu"
+        return group.ranks * self.plan.slots[name] if planned and self.plan is not None else group.slots
+
+    # ---- the calls --------------------------------------------------------------------------------------------
+
+    def run_passes(self, samples: Sequence[Sample], batch: Batch, wanted: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return values by name, per response token of `batch`, which consists of these samples. Computes what is missing."""
+        kinds = {kind.call: kind for kind in self.passes.each if kind.call in wanted}
+        starts: Starts = {
+            name: (kind.worker_group, partial(kind.start, samples, batch)) for name, kind in kinds.items() if kind.lacks(samples)
+        }
+        if starts:
+            self.start(starts)
+        results = self.finish() if starts else {}
+        return {
+            of: values
+            for name, kind in kinds.items()
+            for of, values in (results[name] if name in results else kind.start(samples, batch).result()).items()
+        }
+
+    def start(self, starts: Starts) -> None:
+        """Start calls, see `CallRunner.start`."""
+        calls = {name: GroupCall(group, self._slots(name, group), begin) for name, (group, begin) in starts.items()}
+        self.runner.start(calls, together=self.plan is not None and self.plan.together)
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the calls that were started. Returns their results by name."""
+        results = self.runner.finish()
+        self.times |= self.runner.times
+        return results
+
+    # ---- measurements -----------------------------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Have the autoscaler record the step's calls, unless ranks were lost in one, or the policy is frozen."""
+        if self.plan is None or any(one.lost for one in self.times.values()) or self.times.keys() != self.plan.slots.keys():
+            return
+        took = {name: (one.slots, one.seconds) for name, one in self.times.items()}
+        self.context.autoscaler.calls.observe(self.plan, self.tokens, took, union_s(list(self.times.values())))
+
+    def after_policy_s(self) -> float:
+        """Return the seconds for which the critic's update went on after the policy's."""
+        critic, policy = self.times.get(TRAIN_CRITIC), self.times.get(TRAIN_POLICY)
+        return 0.0 if critic is None or policy is None else max(0.0, critic.end_s - policy.end_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds of each call, and of calls while others ran. Empty if the learner is the only worker group."""
+        if self.plan is None:
+            return {}
+        took = {f"learn/call_s/{name.replace(' ', '_')}": one.seconds for name, one in self.times.items()}
+        return took | {"learn/overlap_s": sum(took.values()) - union_s(list(self.times.values()))}
+
+
+def union_s(times: Sequence[CallTime]) -> float:
+    """Return the seconds in which any of these calls ran."""
+    total, until_s = 0.0, -float("inf")
+    for one in sorted(times, key=lambda one: one.start_s):
+        total += max(0.0, one.end_s - max(one.start_s, until_s))
+        until_s = max(until_s, one.end_s)
+    return total
+
+
+def passes_wanted(passes: StepPasses, needs_old: bool) -> list[str]:
+    """Return the passes that a learn phase makes. The learner's is part of its update, unless its values are needed or known before."""
+    early = needs_old or (passes.logprobs is not None and bool(passes.logprobs.known))
+    return [kind.call for kind in passes.each if kind.call != OLD or early]
