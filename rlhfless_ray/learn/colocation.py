@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
@@ -13,7 +14,7 @@ from rlhfless_ray.weights.remote_folder import StoredFiles
 
 LEARNER_FILES = ("model", "optimizer", "learner.json", "ema", "adapter_")  # beginnings of their names
 OF_CRITIC = "critic_"  # prefix of the critic's files in a checkpoint
-APART_S = 2.0  # timeout for leases of separate devices for the reference
+APART_S = 2.0  # timeout for leases of separate devices for critic and reference
 
 
 class ColocatedGroups:
@@ -81,27 +82,36 @@ class ColocatedGroups:
 
     def open_reference(self, files: StoredFiles, loopback: bool) -> None:
         """Load the initial policy into the reference, and park it."""
-        if self.reference is None:
-            return
-        context, held, ranks = self.context, [], self.reference.ranks
-        if context.leases.resource == "gpu":  # gradients computed ahead occupy the learner's devices: share them only if no others are free
-            held = context.broker.take()
-            context.broker.put(context.leases.collect(context.leases.ask(ranks), self.reference.pool.kind, APART_S))
-            if len(context.broker.free) < ranks:
-                context.broker.put(held)
-                held = []
-        self.turn(self.reference)
-        self.reference.build(files, loopback, None)
-        context.broker.put([*self.reference.park(), *held])
+        if self.reference is not None:
+            self._open(self.reference, files, loopback, None)
 
     def open_critic(self, files: StoredFiles, loopback: bool, checkpoint: StoredFiles | None) -> None:
         """Load the critic from a model folder, or from a checkpoint, and park it."""
-        if self.critic is None:
-            return
-        state = checkpoint and _of_critic(checkpoint)
-        self.turn(self.critic)
-        self.critic.build(files, loopback, state)
-        self.context.broker.put(self.critic.park())
+        if self.critic is not None:
+            self._open(self.critic, files, loopback, checkpoint and _of_critic(checkpoint))
+
+    def _open(self, worker_group: WorkerGroup, files: StoredFiles, loopback: bool, state: StoredFiles | None) -> None:
+        withheld = self._lease_apart(worker_group) if self.context.leases.resource == "gpu" else []
+        self.turn(worker_group)
+        worker_group.build(files, loopback, state)
+        self.context.broker.put([*worker_group.park(), *withheld])
+
+    def _lease_apart(self, worker_group: WorkerGroup) -> list[Lease]:
+        """Make devices free where no other worker group has its state, if there are enough. Returns the other free leases, withheld.
+
+        Worker groups on one device take turns, and gradients that the learner has computed ahead occupy its devices.
+        """
+        broker, leases, ranks = self.context.broker, self.context.leases, worker_group.ranks
+        taken = {place for other in self.all for instance in other.by_rank for place in instance.slot.places}
+        free = broker.take()
+        apart = [lease for lease in free if not lease.slot.places & taken]
+        lacks = ranks - len(apart)
+        if 0 < lacks <= sum(leases.nodes.slots({}).values()) - len(leases.held):
+            apart += leases.collect(leases.ask(lacks), worker_group.pool.kind, APART_S)
+        own = {place for instance in self.learner.by_rank for place in instance.slot.places}
+        shared = sorted((lease for lease in free if lease not in apart), key=lambda lease: not lease.slot.places & own)
+        broker.put(apart if len(apart) >= ranks else [*shared, *apart])  # the learner's first: its pass before the update may not be needed
+        return shared if len(apart) >= ranks else []
 
     def save(self, folder: Path, deadline_s: float | None = None) -> dict[str, str]:
         """Write the state of learner and critic to a folder, and return the files' checksums. The critic's files have a prefix."""

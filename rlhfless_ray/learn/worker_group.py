@@ -35,7 +35,7 @@ SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
 
 
 class WorkerGroup:
-    """One instance per rank. Call `assign_leases`, then `update`, `publish` or `save`, then `park`.
+    """One instance per rank. Call `assign_leases`, then `start_update`, `publish` or `save`, then `park`.
 
     The instances keep the optimizer state while they are parked.
 
@@ -262,15 +262,11 @@ class WorkerGroup:
             instance.memory_mb = one["memory_mb"]
         self.notes = [one["note"] for one in opened if one.get("note")]
 
-    def update(self, batch: Batch) -> Any:
-        """Make one update on every rank. Returns UpdateStats or CriticStats, which are the same on all ranks.
-
-        Raises RunError after too many skipped updates in a row.
-        """
-        return self.start_update(batch).result()
-
     def start_update(self, batch: Batch, *, publishes: bool = False) -> Pending[Any]:
-        """Start an update. `publishes`: `publish` follows, so the ranks prepare the weights at once."""
+        """Start an update on every rank. The result: UpdateStats or CriticStats, which are the same on all ranks.
+
+        It raises RunError after too many skipped updates in a row. `publishes`: `publish` follows, so ranks prepare the weights at once.
+        """
 
         def ask() -> list[Any]:
             refs = self.ask("update", batch)

@@ -56,17 +56,17 @@ def worker_group(monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
 def test_successes_in_between_begin_the_count_anew(worker_group: WorkerGroup, updates: list[str], counts: list[int]) -> None:
     found = []
     for update in updates:
-        worker_group.update(merged([step(mark) for mark in update]))
+        worker_group.start_update(merged([step(mark) for mark in update])).result()
         found.append(worker_group.skipped_in_a_row)
     assert found == counts
 
 
 def test_too_many_in_a_row_end_the_run_with_advice_that_fits(worker_group: WorkerGroup) -> None:
-    worker_group.update(merged([step("x"), step("-"), step("-")]))
+    worker_group.start_update(merged([step("x"), step("-"), step("-")])).result()
     with pytest.raises(RunError, match=r"4 optimizer steps in a row .*: nan; nan; lower learner.learning_rate"):
-        worker_group.update(merged([step("-"), step("-")]))
+        worker_group.start_update(merged([step("-"), step("-")])).result()
     worker_group.skipped_in_a_row = 0
     for _ in range(3):
-        worker_group.update(without_steps(UpdateStats, 0))
+        worker_group.start_update(without_steps(UpdateStats, 0)).result()
     with pytest.raises(RunError, match=r"no sample of the step has a reward; look at samples/$"):
-        worker_group.update(without_steps(UpdateStats, 0))
+        worker_group.start_update(without_steps(UpdateStats, 0)).result()
