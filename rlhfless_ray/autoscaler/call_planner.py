@@ -16,7 +16,7 @@ FIXED = "plan.search is fixed: calls take turns"
 
 
 @dataclass(frozen=True)
-class PlannedCall:
+class CallToPlan:
     """A call to plan: its ranks, and the tokens of the samples that it works on."""
 
     ranks: int
@@ -35,7 +35,7 @@ class CallPlanner:
         self.obstacle = ""  # why the updates of policy and critic may not run at once
         self.planned: CallPlan | None = None  # in turn, to which the step on trial is compared
 
-    def plan(self, graph: StepGraph, stages: list[dict[str, PlannedCall]], decision: Decision, room: int) -> CallPlan:
+    def plan(self, graph: StepGraph, stages: list[dict[str, CallToPlan]], decision: Decision, room: int) -> CallPlan:
         """Plan the calls of the phase.
 
         Args:
@@ -49,7 +49,7 @@ class CallPlanner:
             "planning calls of the learn phase", lambda: self._plan(graph, stages, decision, room), lambda: in_turn
         )
 
-    def _plan(self, graph: StepGraph, stages: list[dict[str, PlannedCall]], decision: Decision, room: int) -> CallPlan:
+    def _plan(self, graph: StepGraph, stages: list[dict[str, CallToPlan]], decision: Decision, room: int) -> CallPlan:
         autoscaler = self.autoscaler
         options = {name: self._options(name, call, decision) for stage in stages for name, call in stage.items()}
         value_per_s = autoscaler.value_per_s
@@ -80,7 +80,7 @@ class CallPlanner:
         chosen, what = (beside, "calls run side by side") if trial.decide() else (in_turn, "calls take turns")
         return replace(chosen, reason=f"{what} ({times}; {trial.reason})")
 
-    def _options(self, name: str, call: PlannedCall, decision: Decision) -> CallOptions:
+    def _options(self, name: str, call: CallToPlan, decision: Decision) -> CallOptions:
         learner, times, tokens = self.autoscaler.learner, self.autoscaler.terms.calls, call.tokens
         if name != TRAIN_POLICY:
             predicted = {

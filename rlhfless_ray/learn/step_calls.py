@@ -11,7 +11,7 @@ import numpy as np
 from placement.call_slots import CallPlan
 from placement.calls import OLD, TRAIN_CRITIC, TRAIN_POLICY, Features, step_graph
 from placement.scaling.resize_policy import Decision
-from rlhfless_ray.autoscaler.call_planner import PlannedCall
+from rlhfless_ray.autoscaler.call_planner import CallToPlan
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.call_runner import CallRunner, CallTime, GroupCall
@@ -59,8 +59,8 @@ class StepCalls:
         if self.plan.together and self.groups.critic is not None:
             self.groups.update_slots = self._slots(TRAIN_CRITIC, self.groups.critic)
 
-    def _planned(self, group: WorkerGroup, samples: Sequence[Sample]) -> PlannedCall:
-        return PlannedCall(group.ranks, float(sum(len(one.completion.token_ids) for one in samples)))
+    def _planned(self, group: WorkerGroup, samples: Sequence[Sample]) -> CallToPlan:
+        return CallToPlan(group.ranks, float(sum(len(one.completion.token_ids) for one in samples)))
 
     def _room(self) -> int:
         """Return how many slots the run may hold for all worker groups together. Working engines keep theirs."""

@@ -11,7 +11,7 @@ from placement.calls import REFERENCE, TRAIN_CRITIC, TRAIN_POLICY, VALUES, Featu
 from placement.scaling.resize_policy import Hold
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.autoscaler.call_planner import PlannedCall
+from rlhfless_ray.autoscaler.call_planner import CallToPlan
 from rlhfless_ray.recipe import Recipe
 
 GRAPH = step_graph(Features(values=True, reference=True))
@@ -26,7 +26,7 @@ def planner(**changes: Any) -> Autoscaler:
 
 
 def plan(autoscaler: Autoscaler, room: int, decision: int = 1) -> CallPlan:
-    stages = [{name: PlannedCall(1, TOKENS) for name in stage} for stage in (PASSES, UPDATES)]
+    stages = [{name: CallToPlan(1, TOKENS) for name in stage} for stage in (PASSES, UPDATES)]
     return autoscaler.calls.plan(GRAPH, stages, Hold(decision, "as the test says"), room)
 
 
@@ -82,5 +82,5 @@ def test_fixed_plans_take_turns(changes: dict[str, Any], reason: str) -> None:
 
 def test_one_call_after_the_other_needs_no_reason() -> None:
     autoscaler = planner()
-    made = autoscaler.calls.plan(GRAPH, [{REFERENCE: PlannedCall(1, TOKENS)}, {TRAIN_POLICY: PlannedCall(1, TOKENS)}], Hold(1, ""), 4)
+    made = autoscaler.calls.plan(GRAPH, [{REFERENCE: CallToPlan(1, TOKENS)}, {TRAIN_POLICY: CallToPlan(1, TOKENS)}], Hold(1, ""), 4)
     assert not made.together and made.reason == ""
