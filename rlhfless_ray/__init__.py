@@ -7,6 +7,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `as`: type checkers take them as exported
+    from rlhfless_ray.front.train import make_recipe as make_recipe
+    from rlhfless_ray.front.train import train as train
+    from rlhfless_ray.front.trained_run import TrainedRun as TrainedRun
     from rlhfless_ray.recipe import Recipe as Recipe
     from rlhfless_ray.recipe.generation import GenerationRecipe as GenerationRecipe
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe as SupervisedRecipe
@@ -39,11 +42,14 @@ _MODULES = {
     "Sample": "types",
     "Step": "step.step",
     "SupervisedRecipe": "recipe.supervised_sections",
+    "TrainedRun": "front.trained_run",
     "Workflow": "recipe.workflow_file",
     "evaluate": "runtime.evaluate_models",
     "generate": "runtime.generation",
+    "make_recipe": "front.train",
     "run_supervised": "supervise.run_supervised",
     "run_workflow": "runtime.run_workflow",
+    "train": "front.train",
 }
 
 

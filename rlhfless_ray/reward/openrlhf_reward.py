@@ -66,7 +66,7 @@ class QueryWorker(Worker):
     """Score queries in a process's main thread. A batch that fails is split, so that the sample at fault can be named."""
 
     def __init__(self, source: QuerySource, timeout_s: float) -> None:
-        self.source, self.timeout_s = source, timeout_s
+        self.source, self.timeout_s, self.batch_samples = source, timeout_s, source.batch_samples
         self.function = getattr(source.file.module(), source.name)
         self.limit = TimeLimit()
 
@@ -82,7 +82,7 @@ class QueryWorker(Worker):
         with self.limit.listening():
             while len(scores) < len(items):
                 done = len(scores)
-                batch = items[done : done + (1 if done < alone_until else self.source.batch_samples)]
+                batch = items[done : done + (1 if done < alone_until else self.batch_samples)]
                 result = self._score(batch)
                 if isinstance(result, list):
                     scores += result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.reward.given_functions import SUFFIX, GivenSource
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.reward.user_file import read_function
@@ -49,6 +50,8 @@ def load_reward(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
             raise UserError("reward.function: `math` compares with the reference answer; set prompts.answer_column")
         return RewardSource("math", "math_reward", answer_column=column)
     path, colon, name = function.rpartition(":")
+    if path.endswith(SUFFIX):
+        return GivenSource.load(path, name, reward.batch_samples, recipe.prompts.prompt_column)
     if not colon or not path or not name:
         raise UserError(f"reward.function: `{function}` is none of `task`, `math` and `path/to/file.py:name`")
     if reward.contract == "openrlhf":
