@@ -126,6 +126,8 @@ class GRPOTrainer:
             raise UserError("GRPOTrainer: `model` must be a folder or a name on the hub, because each process loads it by itself")
         settings = _settings_of(args)
         keys = _recipe_settings(settings, peft_config)
+        if eval_dataset is None:
+            keys["evaluate.prompts"] = 0
         self.callbacks, self.settings, self.run = list(callbacks or ()), settings, None
         self.recipe: Recipe = make_recipe(
             str(model), train_dataset, reward_funcs, reward_weights=settings.get("reward_weights"), evaluate=eval_dataset, **keys

@@ -18,6 +18,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.given_functions import RewardFunction, keep_functions
 
 GIVEN = ".given"  # folder of rows and functions, beside the run folders
+HELD_OUT, HELD_OUT_SHARE = 256, 10  # of given rows: at most so many, and at most a tenth
 BUILT_IN = ("math", "task")  # values of `reward.function` that name no file
 
 Rewards = RewardFunction | str | Sequence[RewardFunction]
@@ -42,7 +43,7 @@ def make_recipe(
         reward: `(prompt, response, row) -> float`, TRL's `(completions, **columns) -> list[float]`, either also async, or several of
             these. Or a text: `math`, `task`, `file.py:name`, an address, or the folder of a reward model.
         reward_weights: factors of several rewards in their sum; 1 each by default. A reward of None does not count.
-        evaluate: held-out prompts, as `prompts`. None: some rows are held out of training.
+        evaluate: held-out prompts, as `prompts`. None: of given rows a tenth, 256 at most, is held out of training.
         max_rows: most rows to take, which a streamed data set needs.
         settings: a recipe's sections as dicts, such as `rollout={"max_tokens": 256}`, or its keys, `**{"rollout.max_tokens": 256}`.
 
@@ -66,8 +67,10 @@ def make_recipe(
     if isinstance(prompts, (str, Path)):
         section["task" if str(prompts) in ("chain", "sort") and not Path(prompts).exists() else "path"] = str(prompts)
     elif prompts is not None:
-        path, first = keep_rows(prompts, folder, "prompts", max_rows)
+        path, first, rows = keep_rows(prompts, folder, "prompts", max_rows)
         section |= {"path": str(path)} | {key: value for key, value in _columns(first).items() if key not in section}
+        if evaluate is None:
+            tree.setdefault("evaluate", {}).setdefault("prompts", min(HELD_OUT, rows // HELD_OUT_SHARE))
     if isinstance(evaluate, (str, Path)):
         tree.setdefault("evaluate", {})["path"] = str(evaluate)
     elif evaluate is not None:

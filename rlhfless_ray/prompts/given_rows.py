@@ -13,8 +13,8 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
 
 
-def keep_rows(rows: object, folder: Path, what: str, max_rows: int | None = None) -> tuple[Path, JsonObject]:
-    """Write rows as JSON lines to a file that their content names. Returns the file and the first row.
+def keep_rows(rows: object, folder: Path, what: str, max_rows: int | None = None) -> tuple[Path, JsonObject, int]:
+    """Write rows as JSON lines to a file that their content names. Returns the file, the first row, and their number.
 
     Args:
         rows: a list of dicts, a `datasets.Dataset`, or a streamed one.
@@ -47,7 +47,7 @@ def keep_rows(rows: object, folder: Path, what: str, max_rows: int | None = None
     path = folder / f"rows-{hashlib.blake2b(content, digest_size=6).hexdigest()}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, content)
-    return path, first
+    return path, first, len(lines)
 
 
 def _is_json(value: object) -> bool:
