@@ -9,6 +9,7 @@ import typer
 
 from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.cli.explain_command import explain
+from rlhfless_ray.cli.front_commands import chat, compare, init, push, recipes
 from rlhfless_ray.cli.generate_command import evaluate, generate, workflow
 from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.cli.import_command import import_logs
@@ -21,7 +22,7 @@ from rlhfless_ray.cli.simulate_command import simulate
 from rlhfless_ray.common.errors import UserError
 
 app = typer.Typer(
-    help="Elastic RLHF on Ray.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    help="Elastic RLHF on Ray.", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 
@@ -46,7 +47,7 @@ app.command()(import_logs)
 
 @app.command(cls=ResumeCommand)
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML, or the name of a shipped one.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Recipe keys to set, as section.key=value.", show_default=False)] = None,
     resume: ResumeOption = None,
     resume_changed: ChangedOption = False,
@@ -118,8 +119,8 @@ def report(run: Annotated[Path, typer.Argument(parser=local_file, help="A run fo
     print(write_report(run).resolve())
 
 
-app.command()(generate)
-app.command()(evaluate)
+for command in (recipes, init, generate, evaluate, chat, push, compare):
+    app.command()(command)
 app.command(cls=ResumeCommand)(workflow)
 app.command()(simulate)
 app.command()(cluster)

@@ -157,13 +157,17 @@ def _columns(first: JsonObject) -> JsonObject:
 def _reward(reward: Rewards | None, weights: Sequence[float] | None, folder: Path) -> JsonObject:
     """Return the settings of `reward`."""
     if isinstance(reward, (str, Path)):
-        text = str(reward)
-        if "://" in text:
-            return {"url": text}
-        return {"function": text} if text in BUILT_IN or ".py:" in text else {"model_path": text}
+        return reward_settings(str(reward))
     if reward is None:
         return {}
     functions: list[RewardFunction] = [reward] if callable(reward) else list(reward)
     if not functions or any(isinstance(one, (str, Path)) for one in functions):
         raise UserError("reward: several rewards must be functions; a reward model or a server is the only reward of a run")
     return {"function": keep_functions(functions, [1.0] * len(functions) if weights is None else weights, folder)}
+
+
+def reward_settings(name: str) -> JsonObject:
+    """Return the settings of `reward` for a built-in function, a file's function, an address, or the folder of a reward model."""
+    if "://" in name:
+        return {"url": name}
+    return {"function": name} if name in BUILT_IN or ".py:" in name else {"model_path": name}

@@ -16,6 +16,7 @@ from rlhfless_ray.recipe.local_path import given_path
 from rlhfless_ray.recipe.mistakes import describe_mistake
 from rlhfless_ray.recipe.reading import apply_override
 from rlhfless_ray.recipe.section import Section
+from rlhfless_ray.recipe.shipped import find_recipe
 from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 
 OTHER_KINDS = {
@@ -36,10 +37,12 @@ def read_tree(path: str | Path, overrides: Sequence[str] = (), kind: str = "reci
         raise UserError(f"{kind}: expected the path of a YAML file, not {type(path).__name__}; a dict is read by `parse`")
     if not isinstance(overrides, list | tuple) or not all(isinstance(one, str) for one in overrides):
         raise UserError(f"{kind} {path}: overrides: expected a list of texts such as ['run.steps=3'], got {overrides!r}")
-    path = given_path(path, kind)
+    path = find_recipe(given_path(path, kind))
     try:
         if not path.is_file():
             what = f"a folder; name the {kind}'s YAML file" if path.is_dir() else "no regular file" if path.exists() else "no such file"
+            if len(path.parts) == 1 and not path.suffix:
+                what = "neither a file nor the name of a shipped recipe; `rlhfless recipes` lists them"
             raise UserError(f"{kind} {path}: {what}")
         tree = read_yaml(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -104,7 +107,7 @@ class RecipeFile(Section):
             ('quickstart', 0.7)
         """
         tree = read_tree(path, overrides, cls.kind, cls)
-        path = given_path(path, cls.kind)
+        path = find_recipe(given_path(path, cls.kind))
         for key, (what, command) in OTHER_KINDS.items():
             if key in tree and key not in cls.model_fields:
                 raise UserError(f"{cls.kind} {path}: `{key}` makes it a {what}; run it with `rlhfless {command}`")

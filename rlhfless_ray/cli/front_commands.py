@@ -1,0 +1,103 @@
+"""`rlhfless recipes`, `init`, `chat`, `push` and `compare`: for a first run and for what comes after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from rlhfless_ray.cli.local_file import local_file
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.json_types import JsonObject
+
+
+def recipes() -> None:
+    """List the shipped recipes, with what each needs. `rlhfless train NAME` runs one."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlhfless_ray.recipe.shipped import shipped_recipes
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "command", "needs", "what it does"):
+        table.add_column(column, overflow="fold")
+    for name, path in shipped_recipes().items():
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
+        command = "workflow" if "stages" in tree else "sweep" if "recipe" in tree else "train"
+        table.add_row(name, command, needs_of(tree), first_sentence(text))
+    Console().print(table)
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of the comment at a file's head."""
+    comment = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines() if line.startswith("#"))
+    return comment.partition(". ")[0].rstrip(".:")
+
+
+def needs_of(tree: JsonObject) -> str:
+    """Return the models and data sets that a recipe names, which are on the hub or on disk."""
+    sections = ("policy", "reference", "critic", "prompts", "data", "evaluate")
+    found = [tree[name]["path"] for name in sections if isinstance(tree.get(name), dict) and tree[name].get("path")]
+    return ", ".join(dict.fromkeys(found)) or "nothing"
+
+
+def init(out: Annotated[Path, typer.Argument(help="Where to write the recipe.")] = Path("recipe.yaml")) -> None:
+    """Ask four questions, and write a recipe that answers them."""
+    if out.exists():
+        raise UserError(f"{out} exists already; name another file")
+    model = typer.prompt("Which model? A folder, or a name on the Hugging Face hub", default="Qwen/Qwen2.5-0.5B-Instruct")
+    data = typer.prompt("Which prompts? A file, or a data set on the hub", default="openai/gsm8k@main")
+    column = typer.prompt("In which column are the prompts?", default="question")
+    reward = typer.prompt("Which reward? `math`, file.py:function, an address, or a reward model's folder", default="math")
+    from rlhfless_ray.front.train import reward_settings
+
+    tree: JsonObject = {
+        "policy": {"path": model},
+        "prompts": {"path": data, "prompt_column": column, "template": "chat", "batch_prompts": 32},
+        "rollout": {"samples_per_prompt": 8, "max_tokens": 512},
+        "reward": reward_settings(reward),
+        "learner": {"learning_rate": 1e-6},
+        "run": {"steps": 100},
+    }
+    from rlhfless_ray.recipe import Recipe
+
+    Recipe.parse(tree, where=str(out))
+    out.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    print(f"wrote {out}; what it would do: rlhfless plan --memory {out}; run it: rlhfless train {out}")
+
+
+def chat(
+    model: Annotated[Path, typer.Argument(parser=local_file, help="A run folder, or a model folder.")],
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+) -> None:
+    """Talk to the policy of a run. An empty line ends the conversation."""
+    from rlhfless_ray.front.trained_run import TrainedPolicy
+
+    TrainedPolicy(model / "model" if (model / "status.json").is_file() else model, temperature).chat()
+
+
+def push(
+    run: Annotated[Path, typer.Argument(parser=local_file, help="A run folder.")],
+    repo_id: Annotated[str, typer.Argument(help="Name of the repository on the Hugging Face hub, such as me/my-policy.")],
+    private: Annotated[bool, typer.Option(help="Make a private repository.")] = False,
+) -> None:
+    """Upload a run's policy to the Hugging Face hub, with a model card of recipe, curve and cost."""
+    from rlhfless_ray.front.trained_run import TrainedRun
+
+    print(TrainedRun(run).push_to_hub(repo_id, private=private))
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("compare.html"),
+) -> None:
+    """Write one page with the curves and costs of several runs."""
+    from rlhfless_ray.report.compare import write_comparison
+
+    for run in runs:
+        if not (run / "metrics.jsonl").is_file():
+            raise UserError(f"{run}: not a run folder, it has no metrics.jsonl")
+    print(write_comparison(runs, out).resolve())

@@ -1,0 +1,27 @@
+"""Recipes that come with the package, found by name: in a checkout, or where the wheel puts them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+FOLDERS = (
+    PACKAGE.parent / "recipes",  # a checkout
+    Path(sys.prefix) / "share" / "rlhfless-ray" / "recipes",  # `data_files` of the wheel
+    PACKAGE.parents[3] / "share" / "rlhfless-ray" / "recipes",  # lib/python3.x/site-packages of another prefix
+    PACKAGE.parent / "share" / "rlhfless-ray" / "recipes",  # `pip install --target`
+)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the shipped recipes, sweeps and workflows by name."""
+    folder = next((folder for folder in FOLDERS if (folder / "quickstart.yaml").is_file()), None)
+    return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(path: Path) -> Path:
+    """Return the shipped recipe of this name, unless there is a file of that name or it is a path."""
+    if path.exists() or path.suffix or len(path.parts) != 1:
+        return path
+    return shipped_recipes().get(path.name, path)
