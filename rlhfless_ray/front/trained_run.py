@@ -20,7 +20,13 @@ Turns = Sequence[JsonObject]
 
 
 class TrainedRun:
-    """A run folder whose run has ended."""
+    """A run folder whose run has ended.
+
+    Examples:
+        >>> from rlhfless_ray import TrainedRun
+        >>> TrainedRun("runs/none")
+        TrainedRun('runs/none'): unknown after step 0
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

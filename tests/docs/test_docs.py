@@ -35,7 +35,7 @@ SECTIONS = {*Recipe.model_fields, *SupervisedRecipe.model_fields}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`")
 EXAMPLES = dict(public_examples())
-OF_RUNS = ("rlhfless_ray.Runtime", "rlhfless_ray.RunParts", "rlhfless_ray.generate")
+OF_RUNS = ("rlhfless_ray.train", "rlhfless_ray.Runtime", "rlhfless_ray.RunParts", "rlhfless_ray.generate")
 OF_STAGES = ("rlhfless_ray.run_supervised", "rlhfless_ray.run_workflow")
 NEEDS_RAY = (*OF_RUNS, *OF_STAGES)
 
