@@ -5,10 +5,12 @@ A line `<!-- generate: NAME -->` in a page is replaced by the Markdown that the 
 
 from __future__ import annotations
 
+import json
 import re
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -133,10 +135,28 @@ def api(module: str) -> str:
     return "\n".join(lines)
 
 
+def results() -> str:
+    """Return a table of each benchmark: quantity, measured value, target, and whether it is met."""
+    lines: list[str] = []
+    for path in sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json")):
+        found = json.loads(path.read_text())
+        if not found.get("targets"):
+            continue
+        machine = f"{found['machine']['cores']} cores, {found['machine']['memory_gb']:.0f} GB"
+        where = f"{found['date'][:10]}, commit {found['git']['commit'][:8]}, {machine}"
+        lines += ["", f"## {path.stem}", "", where, "", "| quantity | measured | target | met |", "|---|---|---|---|"]
+        for one in found["targets"]:
+            bounds = [f"{sign} {one[key]:g}" for key, sign in (("least", "≥"), ("most", "≤")) if one[key] is not None]
+            met = "yes" if one["met"] else f"no: {one['why']}" if one["why"] else "no"
+            lines.append(f"| {_cell(one['name'])} | {one['value']:.4g}{one['unit']} | {', '.join(bounds)}{one['unit']} | {_cell(met)} |")
+    return "\n".join(lines)
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "recipe-keys": recipe_keys,
     "supervised-keys": supervised_keys,
     "commands": commands,
     "api-rlhfless_ray": lambda: api("rlhfless_ray"),
     "api-placement": lambda: api("placement"),
+    "results": results,
 }
