@@ -119,8 +119,8 @@ def report(run: Annotated[Path, typer.Argument(parser=local_file, help="A run fo
     print(write_report(run).resolve())
 
 
-for command in (recipes, init, generate, evaluate, chat, push, compare):
-    app.command()(command)
+for asked in (recipes, init, generate, evaluate, chat, push, compare):
+    app.command()(asked)
 app.command(cls=ResumeCommand)(workflow)
 app.command()(simulate)
 app.command()(cluster)
