@@ -29,8 +29,7 @@ import numpy as np
 from benchmarks.simulated.simulate_rollout import simulate_rollout
 from placement import LengthForecaster, Objective, Pool, Speed, choose, frontier
 from placement.forecast.forecaster import forecast_quality
-from placement.forecast.group_conditioning import group_error_correlation
-from placement.forecast.remaining_length import Forecast
+from placement.forecast.scenarios import Scenarios
 from placement.measurements.term import Term
 from placement.migration.decide_moves import LiveState, Settings, decide_moves
 from placement.planning.bounds import cost_bound, rollout_bounds
@@ -161,16 +160,15 @@ def forecasts(seed: int) -> dict[str, Any]:
 
 def moves(seed: int) -> dict[str, Any]:
     """Single migration decisions, with free and with costly moves."""
-    truth, scenarios, group = lengths_of(seed, 120)
-    found: dict[str, Any] = {}
+    truth, scenarios, _ = lengths_of(seed, 120)
+    forecast, found = Scenarios.from_matrix(scenarios), dict[str, Any]()
     actor = np.random.default_rng(seed).integers(0, 5, 120)
     for progress in (0.0, 40.0, 150.0):
-        live = LiveState(
-            Forecast.from_scenarios(scenarios), np.minimum(truth, progress), truth <= progress, actor, tuple(range(5)), 80.0, group,
-            group_error_correlation(scenarios, group),
-        )  # fmt: skip
+        finished = truth <= progress
+        left = forecast.left(np.minimum(truth, progress), finished)[~finished].round()
+        live = LiveState(left, np.full(len(left), 80.0), actor[~finished], tuple(range(5)))
         for cost in (0.0, 0.1):
-            found[f"{progress} {cost}"] = decide_moves(live, SPEED, Settings(0.05, 8, cost, 3 * cost))
+            found[f"{progress} {cost}"] = decide_moves(live, SPEED, Settings(0.05, 8, cost, 0.0, 3 * cost))
     return found
 
 

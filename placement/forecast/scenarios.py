@@ -12,12 +12,15 @@ from functools import cached_property
 import numpy as np
 from scipy.special import ndtri
 
+from placement.forecast.quality import rankdata
 from placement.forecast.residuals import Shape
 
 GRID = np.linspace(-3.6, 3.6, 33)  # locations of a prompt, in standard deviations of its prior
 MIN_SPREAD = 0.02  # even "known" lengths keep some spread: what outlives its forecast must still end some time
 POINT_SPREAD = 0.3  # of log length, for a forecast that is a single number
 SHAPE_SAMPLE = 8192
+FEW_ENDED = 8  # ended responses from which their order can be judged
+MIN_DEVIATIONS = 2.0  # standard deviations above chance from which forecasts are in the right order
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,33 @@ class Scenarios:
         np.maximum(tokens, so_far + 1, out=tokens)
         out[live] = np.minimum(tokens, np.maximum(so_far, np.float32(f.max_tokens)), out=tokens)
         return out
+
+    def left(self, generated: np.ndarray, finished: np.ndarray, limit: float = np.inf) -> np.ndarray:
+        """Return (n, S) tokens that responses still get, at least 1. No response exceeds `limit` tokens.
+
+        generated (n,): tokens so far. finished (n,). Until those that have ended are seen to be the ones that were forecast to be short,
+        the forecasts are pooled: each response is taken to be as long as any other. Forecasts may know less than they say.
+        """
+        forecast = self if self._is_ordered(finished) else self._pooled
+        revised = forecast.revise(generated, np.where(finished, generated, np.nan))
+        return np.maximum(np.minimum(revised, limit) - np.asarray(generated)[:, None], 1.0)
+
+    def _is_ordered(self, finished: np.ndarray) -> bool:
+        """Return whether running responses were forecast longer than ended ones beyond chance (Mann-Whitney). False if few have ended."""
+        ended, n = int(finished.sum()), len(finished)
+        running = n - ended
+        if ended < FEW_ENDED or not running:
+            return not running
+        above = self._ranks[~finished].sum() - running * (running + 1) / 2
+        return bool(above / (ended * running) - 0.5 > MIN_DEVIATIONS * np.sqrt((n + 1) / (12 * ended * running)))
+
+    @cached_property
+    def _ranks(self) -> np.ndarray:
+        return rankdata(self.lengths.mean(1))
+
+    @cached_property
+    def _pooled(self) -> Scenarios:
+        return Scenarios.from_matrix(np.random.default_rng(0).permuted(self.lengths, axis=0))
 
     def _evidence(self, generated: np.ndarray, ended: np.ndarray, is_done: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return precision and value (P,) of the normal observation of (drift + prompt effect) equivalent to a prompt's responses."""

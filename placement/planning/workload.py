@@ -103,7 +103,7 @@ class RolloutWorkload:
             raise ValueError("give either speed, max_actors and capacity, or pools, not both")
         if not len(pools):
             raise ValueError("there are no pools to plan on")
-        if lengths.shape[1] > 1 and np.array_equal(lengths, np.broadcast_to(lengths[:, :1], lengths.shape)):
+        if lengths.shape[1] > 1 and np.array_equal(lengths[:, 0], lengths[:, 1]) and (lengths == lengths[:, :1]).all():
             lengths = lengths[:, :1]  # identical scenarios are known lengths
         kinds = tuple(ActorType.from_pool(pool, index, transfer_s) for index, pool in enumerate(pools))
         prompt_tokens = np.zeros(()) if prompts is None else np.asarray(prompts, float)

@@ -8,7 +8,6 @@ import numpy as np
 
 from placement.migration.decide_moves import relabel
 from placement.simulate.rollout import make_policy
-from placement.simulate.rollout.oracle import CERTAIN
 from placement.simulate.rollout.ours import Ours
 from placement.simulate.rollout.view import Action, RolloutJob, View
 
@@ -55,7 +54,7 @@ class Narrowed:
     def _narrower(self, limit: int) -> object:
         job = replace(self.job, max_actors=limit)
         if self.name == "oracle":  # its plan is for a whole rollout, and this one has begun
-            return Ours(job, uninformative_share=0.0, learn=False, least_spread=CERTAIN)
+            return Ours(job, is_known=True)
         return make_policy(self.name, job)
 
     def _seen(self, view: View) -> View:

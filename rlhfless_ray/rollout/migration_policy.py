@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from placement.forecast.group_conditioning import group_error_correlation
-from placement.forecast.remaining_length import Forecast
+from placement.forecast.scenarios import Scenarios
 from placement.measurements.term import Term
-from placement.migration.decide_moves import LiveState, Moves, cut_at_share, decide_moves
-from placement.migration.move_search import Settings
+from placement.migration.decide_moves import LiveState, Moves, Settings, cut_at_share, decide_moves
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.rollout.events import Event, RolloutProgress, TokensArrived
@@ -24,6 +22,7 @@ from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.step.engine_steps import EngineSteps
 
 DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
+PAUSE_LEVEL = 0.8  # central interval whose upper end is the price of a pause: one in ten takes longer
 RECENT = 64  # newest step records, which determine the present speed
 MIN_COST_WEIGHT, MAX_COST_WEIGHT = 1e-4, 1e4  # seconds per slot-second: a plan needs some weight of both
 
@@ -62,9 +61,8 @@ class MigrationPolicy(Plugin):
         self.rule, self.tau = rule, tau
         self.prefill = Term(0.05, 2e-5)  # seconds of a move by context tokens
         self.pages = Term(0.06, 2e-6) if carries else None
-        self.forecast: Forecast | None = None  # None: computed with the first decision
+        self.forecast: Scenarios | None = None  # None: computed with the first decision
         self.lengths = np.zeros((0, 1))
-        self.group, self.group_correlation = np.zeros(0, int), 0.0
         self.speed, self.cost_weight, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
         self.are_taken = are_taken
         self.safely, self.has_failed = safely, False  # after a failure a rollout continues without moves
@@ -121,28 +119,28 @@ class MigrationPolicy(Plugin):
         first finish their current steps. For a method without measurements, this fixed part is scaled from its seed by the same factor
         as the other method's.
         """
-        terms = [term for term in (self.prefill, self.pages) if term is not None]
+        terms = list(self._terms().values())
         factor = next((term.fixed_s / term.seed[0] for term in terms if term.records), 1.0)
         return np.array([term.fixed_s * (1.0 if term.records else factor) + term.per_unit_s * context for term in terms])
+
+    def _pause_s(self, context: np.ndarray) -> np.ndarray:
+        """Return (n,) seconds that nine in ten pauses of contexts (n,) stay below, by the faster method of each."""
+        predicted = self._predict(context)
+        typical = predicted.mean(1).tolist()
+        upper = [term.missed.interval(mean, PAUSE_LEVEL)[1] / mean for term, mean in zip(self._terms().values(), typical, strict=True)]
+        return np.asarray(np.array(upper)[predicted.argmin(0)] * predicted.min(0))
 
     def _prefers_pages(self, context: np.ndarray) -> np.ndarray:
         """Return (n,) bool: for which contexts (n,), in tokens, copying pages is faster."""
         return np.asarray(self._predict(context).argmin(0) == 1)
 
-    def _work_s(self, context: np.ndarray) -> float:
-        """Return the engine time for taking over contexts (n,): computing them, or copying in their pages."""
+    def _work_s(self, context: np.ndarray) -> np.ndarray:
+        """Return the engine time (n,) for taking over contexts (n,): computing them, or copying in their pages."""
         page_s = self.pages.per_unit_s if self.pages is not None else 0.0
-        return float(np.where(self._prefers_pages(context), page_s, self.token_s) @ context)
+        return np.asarray(np.where(self._prefers_pages(context), page_s, self.token_s) * context)
 
     def prepare(
-        self,
-        lengths: np.ndarray,
-        speed: Speed,
-        second: float,
-        token_s: float = 0.0,
-        samples: int = 1,
-        limit: float = np.inf,
-        start_s: float = np.inf,
+        self, lengths: np.ndarray, speed: Speed, second: float, token_s: float = 0.0, limit: float = np.inf, start_s: float = np.inf
     ) -> None:
         """Prepare for a rollout.
 
@@ -150,14 +148,12 @@ class MigrationPolicy(Plugin):
             lengths: (n, S) joint draws of the responses' lengths, in tokens.
             second: Value of a second of rollout time, in slot-seconds.
             token_s: Engine time to prefill one token.
-            samples: Responses per prompt. They are adjacent, and their forecasts depend on each other.
             limit: Maximum response length in tokens.
             start_s: Expected start time of a new engine.
         """
         self.has_failed, self.forecast, self.lengths = False, None, lengths
         self.speed, self.token_s, self.limit, self.start_s = speed, token_s, limit, start_s
         self.cost_weight = float(np.clip(1 / max(second, 1e-9), MIN_COST_WEIGHT, MAX_COST_WEIGHT))
-        self.group = np.arange(len(lengths)) // samples
 
     def decide(self, token_log: TokenLog, engines: list[int], steps: EngineSteps) -> MigrationRequests:
         """Decide the moves to make now.
@@ -179,29 +175,15 @@ class MigrationPolicy(Plugin):
         actor = np.array([place.get(number, -1) for number in token_log.owner.tolist()])
         if len(engines) < 2 or not len(live) or (actor[live] < 0).any():
             return MigrationRequests(reason="no other engine to move to")
-        if self.forecast is None:
-            self.forecast = Forecast.from_scenarios(self.lengths)
-            self.group_correlation = group_error_correlation(self.lengths, self.group)
-        context = float((token_log.prompt + token_log.length)[live].mean())
-        state = LiveState(
-            self.forecast,
-            token_log.length,
-            token_log.finished,
-            actor,
-            tuple(range(len(engines))),
-            context,
-            self.group,
-            self.group_correlation,
-            self.limit,
-        )
+        owner, new = actor[live], actor.copy()
         if self.rule == "tau":
             begun = np.bincount(actor[actor >= 0], minlength=len(engines))
-            new = cut_at_share(state, begun, self.tau)
+            new[live] = cut_at_share(owner, begun, self.tau)
             saved_s, reason = 0.0, f"a share of {self.tau:g} has finished"
         else:
-            best = self._best(state, self._present_speed(steps), token_log.prompt + token_log.length)
-            new, saved_s, reason = best.actor, best.time_saved_s, best.reason
-        changed = live[actor[live] != new[live]]
+            best = self._best(token_log, live, owner, len(engines), self._present_speed(steps))
+            new[live], saved_s, reason = best.actor, best.time_saved_s, best.reason
+        changed = live[owner != new[live]]
         pairs = sorted(set(zip(actor[changed].tolist(), new[changed].tolist(), strict=True)))
         moves = tuple(
             move
@@ -210,23 +192,18 @@ class MigrationPolicy(Plugin):
         )
         return MigrationRequests(moves, max(0.0, saved_s), reason)
 
-    def _best(self, state: LiveState, speed: Speed, context: np.ndarray) -> Moves:
-        """Return the planner's best moves, which it prices as a pause of the moved sequence.
+    def _best(self, token_log: TokenLog, live: np.ndarray, owner: np.ndarray, engines: int, speed: Speed) -> Moves:
+        """Return the planner's best moves of the `live` requests.
 
-        Taking over contexts is also work for the target engine, during which all its sequences wait. Moves must pay for that too.
+        A pause is priced by what pauses have taken in this run at worst. Taking over contexts is also work for the target engine, during
+        which all its sequences wait.
         """
-        pause_s = float(self._predict(state.context_tokens).min())
-        engines = len(state.opened)
-        work_s = np.zeros(engines)
-        for _ in range(2):
-            moves = decide_moves(state, speed, Settings(self.cost_weight, engines, migrate_s=pause_s + work_s.max()))
-            work_s = np.zeros(engines)
-            for move in moves.moves:
-                work_s[move.target] += self._work_s(context[move.sequences])
-            gain = moves.time_saved_s + self.cost_weight * moves.cost_saved
-            if gain > work_s.max() + self.cost_weight * work_s.sum():
-                return moves
-        return replace(moves, actor=state.actor, moves=(), reason="moves would cost more than they save")
+        if self.forecast is None:
+            self.forecast = Scenarios.from_matrix(self.lengths)
+        left = self.forecast.left(token_log.length, token_log.finished, self.limit)[live]
+        context = (token_log.prompt + token_log.length)[live].astype(float)
+        settings = Settings(self.cost_weight, engines, self._pause_s(context), self._work_s(context))
+        return decide_moves(LiveState(left, context, owner, tuple(range(engines))), speed, settings)
 
     def _present_speed(self, steps: EngineSteps) -> Speed:
         """Return the fitted speed, scaled to the newest steps: the first rollout has no fit, and machines vary."""

@@ -271,7 +271,7 @@ class RolloutStage:
         autoscaler, rollout, elastic = self.context.autoscaler, self.context.recipe.rollout, self.context.recipe.functions.elastic
         second = autoscaler.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
         speed, prefill, start_s = autoscaler.engines.fit.speed, autoscaler.terms.prefill.per_unit_s, autoscaler.terms.cold_start.predict()
-        self.migration.prepare(lengths, speed, second, prefill, rollout.samples_per_prompt, rollout.max_tokens, start_s)
+        self.migration.prepare(lengths, speed, second, prefill, rollout.max_tokens, start_s)
 
     def answer(self, prompts: list[Prompt], settings: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
         """Generate the responses of an evaluation on as many engines as possible. `settings`: (temperature, responses per prompt)."""

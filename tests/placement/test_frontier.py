@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import Plan, Pool, Speed, frontier
-from placement.planning.frontier import sweep
 from placement.planning.frontier_pools import pool_partitions
+from placement.planning.greedy_fill import Ordered, sweep
 from placement.planning.workload import RolloutWorkload
 
 SPEED = st.builds(Speed, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.one_of(st.just(0.0), st.floats(1e-9, 1e-5)))
@@ -127,7 +127,7 @@ def test_groups_fit_the_cache_where_any_partition_does(lengths: np.ndarray, spee
 def test_the_sweep_is_exact_over_contiguous_partitions(lengths: np.ndarray, speed: Speed, actors: int) -> None:
     """Against a shortest path over positions for every time bound that a group can have."""
     work = RolloutWorkload.from_arguments(lengths, speed, max_actors=actors)
-    points = sweep(work, work.kinds[0])
+    points = sweep(Ordered.of_known(work), work.kinds[0])
     down, n = np.sort(lengths)[::-1], len(lengths)
     seconds = {(i, j): speed.rollout_s(down[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
     rng = np.random.default_rng(n)
@@ -207,7 +207,7 @@ def test_ranges_of_pools_are_the_best_of_their_family(case: tuple[np.ndarray, li
                     continue
                 if all(lengths[g].sum() <= work.kinds[q].capacity for g, q in zip(groups, kinds, strict=True)):
                     points.append(work.evaluate(groups, kinds))
-    found = pool_partitions(work, 0.0)
+    found = pool_partitions(Ordered.of_known(work), work.kinds, 0.0)
     assert bool(points) == bool(found)
     if points:
         # positions between full actors are not cut, so the last actor of a pool may be filled more than is best

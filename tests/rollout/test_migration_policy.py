@@ -105,7 +105,7 @@ def test_each_context_takes_the_faster_method_and_requests_without_tokens_are_co
     state.prompt[0] = 5000
     moves = migration.choose_methods(np.arange(4), state, 0, 1, "test")
     assert [(w.requests.tolist(), w.how) for w in moves] == [([0, 1], "prefill"), ([2, 3], "pages")]
-    assert migration._work_s(np.array([100.0, 1000.0])) == pytest.approx(1e-6 * 1000)  # nothing is known of prefill yet
+    assert migration._work_s(np.array([100.0, 1000.0])).sum() == pytest.approx(1e-6 * 1000)  # nothing is known of prefill yet
     without = MigrationPolicy("auto", 0.7)
     assert [w.how for w in without.choose_methods(np.arange(4), state, 0, 1, "test")] == ["prefill"]
 

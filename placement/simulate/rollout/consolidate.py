@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from placement.migration.decide_moves import relabel
+from placement.migration.decide_moves import relabel, square_root_law
 from placement.simulate.rollout.view import Action, RolloutJob, View, cost_weight_of, per_seq_ratio
-
-
-def square_root_law(live: int, ratio: float, cost_weight: float) -> int:
-    """Return the actors for `live` sequences: ceil(sqrt(ratio · live / cost_weight)), ratio = per_seq / base.
-
-    If all sequences advance together on m actors, a step takes base + per_seq·live/m and costs m·base + per_seq·live.
-    This m minimises time + cost_weight · cost.
-    """
-    return int(np.ceil(np.sqrt(ratio * live / cost_weight)))
 
 
 class Consolidate:

@@ -9,8 +9,6 @@ from placement.simulate.rollout.ours import Ours
 from placement.simulate.rollout.run_policy import run
 from placement.simulate.rollout.view import Action, RolloutJob, View, cost_weight_of
 
-CERTAIN = 0.01  # log-scale spread of a known length
-
 
 class Planned:
     """Assign sequences once, by a plan."""
@@ -39,7 +37,7 @@ class Oracle:
         plans = frontier(lengths, job.speed, max_actors=job.max_actors, capacity=job.capacity, prompts=job.prompts, thin=0.01)
         best = min(plans, key=lambda plan: plan.time_s + cost_weight * (plan.cost + job.start_s * len(plan.groups)))
         self.planned = Planned(best.groups, f"frontier plan on {len(best.groups)} actors")
-        self.moving = Ours(job, uninformative_share=0.0, learn=False, least_spread=CERTAIN)
+        self.moving = Ours(job, is_known=True)
         results = [run(lengths, job, policy) for policy in (self.planned, self.moving)]
         scores = [result.time_s + cost_weight * result.cost for result in results]
         self.chosen: Planned | Ours = self.planned if scores[0] <= scores[1] else self.moving

@@ -1,33 +1,37 @@
-"""Our policy: criticality decides who shares an actor, progress revises it, and moves must pay for themselves."""
+"""Our policy: consolidation, with shares by the forecast where moves are free and it has proved right."""
 
 from __future__ import annotations
 
-from placement.forecast.group_conditioning import group_error_correlation
-from placement.forecast.remaining_length import MIN_SPREAD, Forecast
-from placement.migration.decide_moves import LiveState, decide_moves
-from placement.migration.move_search import Settings
+from placement.forecast.scenarios import Scenarios
+from placement.migration.decide_moves import LiveState, Settings, decide_moves
+from placement.simulate.rollout.consolidate import Consolidate
 from placement.simulate.rollout.view import Action, RolloutJob, View, cost_weight_of
 
 
 class Ours:
-    """Call `decide_moves` at every replan. `prefer` sets cost_weight.
+    """Consolidate where moves or starts cost something: what forecasts add there is less than what they lose where they are wrong.
 
-    uninformative_share: share of sequences whose forecast is treated as uninformative (None: estimated). learn: correct
-    the forecast during the rollout.
+    Otherwise call `decide_moves` at every replan. `prefer` sets cost_weight. `is_known`: the only scenario is the truth, so it is always
+    called.
     """
 
-    def __init__(
-        self, job: RolloutJob, *, uninformative_share: float | None = None, learn: bool = True, least_spread: float = MIN_SPREAD
-    ) -> None:
-        self.job = job
-        self.forecast = Forecast.from_scenarios(job.scenarios, least_spread)
-        self.group_correlation = 0.0 if job.group is None else group_error_correlation(job.scenarios, job.group)
-        self.settings = Settings(cost_weight_of(job), job.max_actors, job.migrate_s, job.start_s, uninformative_share, learn)
+    def __init__(self, job: RolloutJob, *, is_known: bool = False) -> None:
+        self.job, self.forecast = job, None if is_known else Scenarios.from_matrix(job.scenarios)
+        self.consolidate = None if is_known or not (job.migrate_s or job.start_s) else Consolidate(job)
+        self.settings = Settings(cost_weight_of(job), job.max_actors, job.migrate_s, 0.0, job.start_s)
 
     def decide(self, view: View) -> Action | None:
+        if self.consolidate is not None:
+            return self.consolidate.decide(view)
         live = view.live
-        context = float((view.generated + self.job.prompts)[live].mean())
-        opened = tuple(sorted(view.ready_s))
-        state = LiveState(self.forecast, view.generated, view.finished, view.actor, opened, context, self.job.group, self.group_correlation)
-        moves = decide_moves(state, self.job.speed, self.settings)
-        return Action(moves.actor, moves.reason) if moves.moves else None
+        if self.forecast is None:
+            left = self.job.scenarios[live] - view.generated[live, None]
+        else:
+            left = self.forecast.left(view.generated, view.finished)[live]
+        context = (view.generated + self.job.prompts)[live]
+        moves = decide_moves(LiveState(left, context, view.actor[live], tuple(sorted(view.ready_s))), self.job.speed, self.settings)
+        if (moves.actor == view.actor[live]).all():
+            return None
+        actor = view.actor.copy()
+        actor[live] = moves.actor
+        return Action(actor, moves.reason)

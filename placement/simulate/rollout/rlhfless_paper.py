@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from placement.forecast.remaining_length import Forecast
-from placement.migration.decide_moves import LiveState, cut_at_share
+from placement.migration.decide_moves import cut_at_share
 from placement.simulate.rollout.view import Action, RolloutJob, View
 
 TAU = 0.7
@@ -26,7 +25,6 @@ class RlhflessPaper:
     def __init__(self, job: RolloutJob) -> None:
         self.job = job
         self.forecast = job.scenarios.mean(1)
-        self.shape = Forecast.from_scenarios(job.scenarios)
         self.order = np.argsort(self.forecast, kind="stable")
         self.actors = self.choose()
         self.size = np.zeros(0, int)
@@ -53,9 +51,8 @@ class RlhflessPaper:
 
     def cut(self, view: View) -> Action | None:
         """Empty each actor past τ whose unfinished sequences all fit into free slots elsewhere, shortest group first."""
-        state = LiveState(self.shape, view.generated, view.finished, view.actor, tuple(sorted(view.ready_s)))
-        new = cut_at_share(state, self.size, TAU)
-        live = view.live
+        live, new = view.live, view.actor.copy()
+        new[live] = cut_at_share(view.actor[live], self.size, TAU)
         cut = sorted(set(view.actor[live].tolist()) - set(new[live].tolist()))
         if not cut:
             return None
