@@ -144,3 +144,13 @@ def test_a_failed_decision_ends_only_the_moves_of_its_rollout(monkeypatch: pytes
     assert autoscaler.troubles == ["deciding on moves failed (ZeroDivisionError: division by zero)"]
     migration.prepare(forecasts([1000.0] * 16), slow, 100.0)
     assert migration.decide(crowd, [0, 1], EngineSteps()).moves
+
+
+def test_the_price_of_a_pause_is_what_nine_in_ten_stay_below() -> None:
+    migration = begun("auto", [150.0] * 16)
+    context = np.array([100.0, 400.0])
+    assert (migration._pause_s(context) > migration._predict(context)[0]).all(), "nothing is known of the seed's errors"
+    for step in range(10):
+        migration.observe(100.0, 3.0 if step % 5 == 4 else 0.2)
+        migration._predict(context)  # a fit between two steps
+    assert migration._pause_s(context)[0] > 1.5 > migration._predict(context)[0, 0]
