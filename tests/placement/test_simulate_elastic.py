@@ -22,7 +22,7 @@ from placement.simulate.rollout.run_policy import run
 from placement.simulate.rollout.view import RolloutJob
 from placement.simulate.setting import Setting
 from placement.simulate.simulate_run import Forecasts, workload_of
-from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases, roll_out, work_of
+from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases, work_of
 from tests.placement.held_devices import most_devices
 
 SPEED = Speed(0.01, 1e-4)
@@ -218,17 +218,6 @@ def test_the_search_goes_on_from_the_best_candidate_to_better_plans_beside_it() 
     planner = Planner(view, 0.75, lambda view: StepRun("base", 10.0, 0.0, 0.0, 0, all_phases(1, 10.0)))
     found = planner.search("ours", made, made, tried, partial(neighbours, times))
     assert (found.engines, found.early, found.late) == (5, 6, 6) and planner.expected == (1.0, 1.0)
-
-
-def test_responses_to_one_prompt_revise_each_other_in_a_simulated_rollout() -> None:
-    """With the same forecasts, who belongs together changes what the rollout does."""
-    of, rng = setting(prompts=32), np.random.default_rng(5)
-    times, view = PhaseTimes.from_setting(of), step_input(of)
-    shock, own = 0.35 * rng.normal(size=(32, 16)), 0.15 * rng.normal(size=(len(view.lengths), 16))
-    view = replace(view, scenarios=view.lengths[:, None] * np.exp(shock[view.group] + own))
-    shuffled = replace(view, group=np.random.default_rng(0).permutation(view.group), cache={})
-    together, apart = (roll_out(times, v, "ours", engines=8, prefer=0.5).result for v in (view, shuffled))
-    assert not np.array_equal(together.finish_s, apart.finish_s)
 
 
 # ---- devices held where starts are dear ---------------------------------------------------------------------------
