@@ -26,6 +26,7 @@ from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.rank_actors import RankActor, parts_in, read_source
+from rlhfless_ray.learn.rank_settings import learner_settings
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.learn.worker_group import WorkerGroup
@@ -176,7 +177,8 @@ def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nod
     here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
     on = {node: {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in (here, there)}
     pool: Any = SimpleNamespace(ledger=Ledger("cpu", 1.0), leases=SimpleNamespace(resource="cpu"))
-    group = WorkerGroup(pool, 3, Recipe.parse(small_recipe(tmp_path)).learner, SlotBroker(pool.leases))
+    recipe = Recipe.parse(small_recipe(tmp_path, learner__ranks=3))
+    group = WorkerGroup(pool, learner_settings(recipe), recipe.learner, SlotBroker(pool.leases))
     actors = [ray.remote(Rank).options(**on[node]).remote() for node in (here, there, there)]
     group.by_rank = [
         SimpleNamespace(actor=actor, slot=Slot(node, 0), leases=[])  # type: ignore[misc]

@@ -238,8 +238,8 @@ class ReplayedLearner:
     """Stands where LearnerActor does: an update takes `learn_s` on one slot, and half of that on two. What it has learned is a digest of
     every batch in order, so a batch that is lost, learned twice or in another order shows in its weights."""
 
-    def __init__(self, settings: RankSettings) -> None:
-        self.learn_s, self.algorithm, self.rank = 0.0, settings.algorithm, settings.rank
+    def __init__(self) -> None:
+        self.learn_s, self.rank = 0.0, 0
         self.digest, self.updates, self.early = bytes(8), 0, b""
 
     def open(self, threads: int) -> dict[str, Any]:
@@ -251,13 +251,14 @@ class ReplayedLearner:
     def rendezvous(self, loopback: bool) -> tuple[str, int]:
         return "", 0
 
-    def build(self, files: Source, place: Any, threads: int, state: Source | None) -> dict[str, Any]:
+    def build(self, files: Source, place: Any, threads: int, state: Source | None, settings: RankSettings) -> dict[str, Any]:
+        self.rank = settings.rank
         script = Script.read(read_source(files))
         self.learn_s = script.learn_s / script.clock
         if state is not None:
             saved = read_source(state)
             self.digest, self.updates = bytes(saved["model.safetensors"]), int(bytes(saved["learner.json"]))
-        return {"memory_mb": 1.0, "spans": [], "cutter": Cutter(algorithm=self.algorithm)}
+        return {"memory_mb": 1.0, "spans": [], "cutter": Cutter(algorithm=settings.algorithm), "fetched": (0, 0)}
 
     def accumulate(self, share: Share, threads: int) -> list[Span]:
         self.early += share.batch.tokens.tobytes()

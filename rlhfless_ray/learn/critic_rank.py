@@ -15,7 +15,7 @@ from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.learn.policy_model import TokenValues, load_critic, load_divided, scalar_config
 from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
-from rlhfless_ray.learn.trainer_rank import TrainerRank
+from rlhfless_ray.learn.trainer_rank import Former, TrainerRank
 from rlhfless_ray.learn.update_stats import merged, step_fields, without_steps
 from rlhfless_ray.types import CriticStats, Span
 from rlhfless_ray.weights.model_folder import DividedFiles
@@ -42,6 +42,10 @@ class CriticRank:
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
         self.sharing = PromptSharing.of(model, self.settings.learner.share_prompts, self.settings.lora.dropout)
         self.trainer.open(self.trainer.slice_sequences(TokenValues(model, *scale)), state)
+
+    def close(self) -> Former:
+        """See `TrainerRank.close`."""
+        return self.trainer.close()
 
     @property
     def cutter(self) -> Cutter:

@@ -14,9 +14,10 @@ FREE_S = 0.05  # longest wait for Ray to grant a free slot
 
 
 class GangScheduler:
-    def __init__(self, pool: WorkerPool, ranks: int, broker: SlotBroker, name: str) -> None:
+    def __init__(self, pool: WorkerPool, broker: SlotBroker, name: str) -> None:
         """`name`: the worker group's name in messages."""
-        self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
+        self.pool, self.broker, self.name = pool, broker, name
+        self.ranks = 1  # number of them
         self.wait_s = 0.0  # longest wait for more than one lease a rank, in the next `take`
 
     def take(self, by_rank: list[Instance], spare: list[Lease], max_leases: int) -> tuple[list[list[Lease]], list[Lease]]:

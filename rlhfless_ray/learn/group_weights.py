@@ -78,8 +78,8 @@ class GroupWeights:
         if differing:
             # DDP's drift: at ZeRO 1 and 2 each weight is computed by one rank, which sends it to the others
             why = " At learner.zero_stage 0 each computes all of them, and unlike devices round differently."
-            why = "" if self.group.zero_stage else why
-            cure = "continue with --resume" if self.group.zero_stage else "set learner.zero_stage=1 and continue with --resume"
+            why = "" if self.group.layout.zero_stage else why
+            cure = "continue with --resume" if self.group.layout.zero_stage else "set learner.zero_stage=1 and continue with --resume"
             raise RunError(f"ranks of the learner hold different weights: {listed(sorted(differing))}.{why} To go on, {cure}")
         total, digests = combined(digest_of), ray.put(digest_of)
         held = [(shards[rank], self.group.by_rank[rank].slot.node) for rank, of_rank in enumerate(told) if of_rank]

@@ -20,7 +20,7 @@ from rlhfless_ray.learn.overlap_rules import inexact
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_divided, load_model, rounding_noise
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
-from rlhfless_ray.learn.trainer_rank import TrainerRank
+from rlhfless_ray.learn.trainer_rank import Former, TrainerRank
 from rlhfless_ray.learn.update_stats import merged, step_fields, without_steps
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.model_folder import DividedFiles
@@ -63,6 +63,11 @@ class LearnerRank:
             self.trainer.open(wrapped, state, "CAUSAL_LM")
         if self.trainer.lora is not None:
             self.base = BaseModel(self.trainer.engine, self.trainer.lora)
+
+    def close(self) -> Former:
+        """See `TrainerRank.close`. Gradients that were accumulated for the next step are dropped."""
+        self.base = self.early = None
+        return self.trainer.close()
 
     # ---- the update -------------------------------------------------------------------------------------------
 

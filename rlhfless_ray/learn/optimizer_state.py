@@ -68,23 +68,23 @@ def held_weights(engine: Any) -> dict[TensorSlice, Tensor]:
     return held
 
 
-def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None) -> dict[TensorSlice, Tensor]:
+def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None, *, shares_out: bool = True) -> dict[TensorSlice, Tensor]:
     """Return this rank's slices, as flat float32 tensors on CPU, of "<moment>.<parameter name>" of what is trained.
 
     Moments are missing before the first step. A policy in bfloat16 has its float32 weights beside them, as
-    "master.<parameter name>". At stage 0 every rank holds everything, and each returns an even share. Tensors are views of the live
-    state if that is on the host. With `slices` the first rank of each copy returns tensors that all ranks hold.
+    "master.<parameter name>". At stage 0 every rank holds everything, and each returns an even share if it `shares_out`. Tensors are
+    views of the live state if that is on the host. With `slices` the first rank of each copy returns tensors that all ranks hold.
     """
     moments = {}
     group = None if slices is None else slices.data_group
     stepped = bool(plain_optimizer(engine).state)  # DeepSpeed cannot be asked before the first step
     for name, parameter in _trained(engine):
-        if slices is not None and slices.rank and name not in slices.cuts:
+        if shares_out and slices is not None and slices.rank and name not in slices.cuts:
             continue
         kinds = [*(MOMENTS if stepped else ()), *([MASTER] if parameter.dtype != torch.float32 else [])]
         for kind in kinds:
             start, part = _part(engine, stage, parameter, kind)
-            if stage == 0:
+            if stage == 0 and shares_out:
                 start, end = even_share(part.numel(), torch.distributed.get_world_size(group), torch.distributed.get_rank(group))
                 part = part[start:end]
             if part.numel():

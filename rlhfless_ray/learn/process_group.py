@@ -57,6 +57,18 @@ def join_process_group(rendezvous: tuple[str, int] | None, rank: int, ranks: int
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 
+def leave_process_group() -> None:
+    """Leave the process group, so that this process can join another one. The engines that used it must be gone."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    import deepspeed.comm as communication
+
+    communication.destroy_process_group()
+    communication.comm.cdb = None  # else DeepSpeed would use the backend object of the group that has ended
+
+
 def own_address_towards(address: str) -> str:
     """Return the address with which this machine reaches another one. Sends nothing."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:

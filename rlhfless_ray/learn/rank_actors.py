@@ -14,7 +14,7 @@ from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
 from rlhfless_ray.weights.model_folder import DividedFiles
-from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, deliver, is_divided, map_files, sees
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, deliver, has_tensors_of_ranks, map_files, sees
 from rlhfless_ray.weights.tensor_file import Files, RemoteFile, read_header_bytes
 from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices
 
@@ -65,12 +65,12 @@ class RankActor:
     name: str  # in spans
     imports = "import torch and deepspeed"
 
-    def __init__(self, settings: RankSettings | ReferenceSettings) -> None:
+    def __init__(self) -> None:
         """Import the libraries. `build` loads the model later, under a lease."""
         start = time.time()
         with fast_imports():
-            kind = self.kind()
-        self.rank = kind(settings)
+            self.kind()
+        self.rank: Any = None
         self.imported = Span("start", self.imports, start, time.time())
 
     def kind(self) -> Any:
@@ -89,19 +89,36 @@ class RankActor:
         address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         return address, free_port(address)
 
-    def build(self, files: Source | DividedFiles, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
-        """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""
-        from rlhfless_ray.learn.trainer_rank import read_state
+    def build(
+        self,
+        files: Source | DividedFiles,
+        rendezvous: tuple[str, int],
+        threads: int,
+        state: Source | None,
+        settings: RankSettings | ReferenceSettings,
+    ) -> dict[str, Any]:
+        """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files.
+
+        A process that is a rank already becomes one with these settings, and takes its own part of the state first. `fetched` in the reply:
+        bytes of weights and optimizer state that it fetched of others, and the least that it had to fetch.
+        """
+        from rlhfless_ray.learn.trainer_rank import fetched_by, read_state
         from rlhfless_ray.local.laptop.cpu_bfloat16 import note
         from rlhfless_ray.local.process_memory import own_memory_mb
 
-        saved = None if state is None else read_state(read_source(state), parts_in(state))
+        def become() -> tuple[int, int]:
+            former = {} if self.rank is None else self.rank.close()
+            self.rank = self.kind()(settings)
+            saved = None if state is None else read_state(read_source(state), parts_in(state), former)
+            self.rank.open(model, rendezvous, saved)
+            return fetched_by(saved or {})
+
         if isinstance(files, DividedFiles):
-            model: Any = replace(files, rank=self.rank.settings.rank)
+            model: Any = replace(files, rank=settings.rank)
         else:
             model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
-        _, spans = timed(lambda: self.rank.open(model, rendezvous, saved), "start", f"open {self.name}", threads)
-        return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter, "note": note()}
+        fetched, spans = timed(become, "start", f"open {self.name}", threads)
+        return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter, "note": note(), "fetched": fetched}
 
     def update(self, share: Share, threads: int) -> tuple[UpdateStats | CriticStats, list[Span]]:
         return timed(lambda: self.rank.update(share), "work", "update", threads)
@@ -122,14 +139,14 @@ class RankActor:
         return timed(self.rank.trainer.model_files, "transfer", "write the model")
 
     def keep(self) -> tuple[Files, Files, tuple[float, int, dict[str, bytes]]]:
-        """Return this rank's files of a checkpoint: those that every rank reads, and those that `is_divided` names.
+        """Return this rank's files of a checkpoint: those that every rank reads, and those that `has_tensors_of_ranks` names.
 
         Also return CPU seconds, bytes, and the headers of the divided files. These are three return values of the Ray call. The
         files stay in this node's object store until they are needed.
         """
         start = time.thread_time()
         files = self.rank.trainer.state_files()
-        parts = {name: content for name, content in files.items() if is_divided(name, content)}
+        parts = {name: content for name, content in files.items() if has_tensors_of_ranks(name)}
         headers = {name: read_header_bytes(content) for name, content in parts.items()}
         whole = {name: content for name, content in files.items() if name not in parts}
         return whole, parts, (time.thread_time() - start, sum(map(len, files.values())), headers)
@@ -152,8 +169,15 @@ class LearnerActor(RankActor):
 
         return LearnerRank
 
-    def build(self, files: Source | DividedFiles, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
-        built = super().build(files, rendezvous, threads, state)
+    def build(
+        self,
+        files: Source | DividedFiles,
+        rendezvous: tuple[str, int],
+        threads: int,
+        state: Source | None,
+        settings: RankSettings | ReferenceSettings,
+    ) -> dict[str, Any]:
+        built = super().build(files, rendezvous, threads, state, settings)
         trainer = self.rank.trainer
         return {**built, "reads_published": trainer.reads_published, "holds_all": trainer.holds_all}
 

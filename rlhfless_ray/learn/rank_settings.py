@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig, CriticConfig, LearnerConfig, LoraConfig, PolicyConfig, Recipe
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How a worker group's ranks share its model and its batches. The fields are keys of section `learner`."""
+
+    ranks: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
+
+    def __str__(self) -> str:
+        shared = {"ZeRO": self.zero_stage, "tensor parallel": self.tensor_parallel, "sequence parallel": self.sequence_parallel}
+        sharing = [f"{what} {size}" for what, size in shared.items() if size > (what != "ZeRO")]
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + (f" ({', '.join(sharing)})" if sharing else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +39,15 @@ class RankSettings:
     ema_beta: float | None = None  # None: no average of the weights is kept
     rank: int = 0
     device: str = "cpu"  # or "gpu"
+
+    @property
+    def layout(self) -> RankLayout:
+        section = self.learner
+        return RankLayout(section.ranks, section.zero_stage, section.tensor_parallel, section.sequence_parallel)
+
+    def placed(self, rank: int, layout: RankLayout) -> Self:
+        """Return the settings of a rank of this layout."""
+        return replace(self, rank=rank, learner=self.learner.model_copy(update=asdict(layout)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +69,14 @@ class ReferenceSettings:
     deterministic: bool = False
     rank: int = 0
     device: str = "cpu"
+
+    @property
+    def layout(self) -> RankLayout:
+        return RankLayout(self.ranks, tensor_parallel=self.tensor_parallel)
+
+    def placed(self, rank: int, layout: RankLayout) -> Self:
+        """Return the settings of a rank of this layout, as far as it applies to a model that is not trained."""
+        return replace(self, rank=rank, ranks=layout.ranks, tensor_parallel=layout.tensor_parallel)
 
 
 def learner_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> RankSettings:

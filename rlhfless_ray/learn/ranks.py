@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.rank_settings import RankLayout
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery
 
 
@@ -17,14 +18,16 @@ class Ranks(Protocol):
     """The ranks of a worker group, see `WorkerGroup`."""
 
     name: str
-    ranks: int
     by_rank: list[Instance]
     pool: WorkerPool
     broker: SlotBroker
     recovery: Recovery
-    zero_stage: Literal[0, 1, 2, 3]
+    layout: RankLayout
     deadline_s: float
     loopback: bool
+
+    @property
+    def ranks(self) -> int: ...
 
     @property
     def working(self) -> bool: ...

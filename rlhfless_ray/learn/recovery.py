@@ -22,6 +22,12 @@ from rlhfless_ray.weights.remote_folder import FilesInStore, StoredFiles
 Snapshot = StoredFiles | list[FilesInStore] | None  # on disk, or the files of every rank
 
 
+def stored(files: list[tuple[Any, Any]], costs: list[Any]) -> list[FilesInStore]:
+    """Return what ranks have put into the object store. `files`, `costs`: the replies to `RankActor.keep`, of each rank."""
+    of_ranks = zip(files, costs, strict=True)
+    return [FilesInStore(whole, {name: (x, parts) for name, x in headers.items()}) for (whole, parts), (*_, headers) in of_ranks]
+
+
 class LearnerLost(RunError):
     """A rank's process died, and with it the state that the ranks hold together. `cause`: None if it is not known yet."""
 
@@ -91,10 +97,7 @@ class Recovery:
             if not is_loss(error):  # a lost rank shows in its next call
                 self.say(f"a snapshot of the learner's state failed: {reason_of(error)}")
             return
-        of_ranks = zip(state, costs, strict=True)
-        self.complete = [
-            FilesInStore(whole, {name: (x, parts) for name, x in headers.items()}) for (whole, parts), (*_, headers) in of_ranks
-        ]
+        self.complete = stored(state, costs)
         del self.since[:calls]
 
     def saved(self, load: Callable[[], StoredFiles]) -> None:

@@ -13,7 +13,7 @@ from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.micro_batch_tensors import passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
-from rlhfless_ray.learn.process_group import join_process_group
+from rlhfless_ray.learn.process_group import join_process_group, leave_process_group
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
 from rlhfless_ray.learn.shares import Cutter, Share
 from rlhfless_ray.learn.tensor_parallel import divided
@@ -21,6 +21,7 @@ from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.tensor_slice import FormerRank
 
 
 class ReferenceRank:
@@ -45,6 +46,13 @@ class ReferenceRank:
             join_process_group(rendezvous, self.settings.rank, self.settings.ranks, self.device.type)
             wrapped = divided(wrapped, self.settings.tensor_parallel)
         self.model = wrapped.to(self.device)
+
+    def close(self) -> dict[str, FormerRank]:
+        """Drop the model, and leave the process group."""
+        self.model = None
+        gc.collect()
+        leave_process_group()
+        return {}
 
     @property
     def cutter(self) -> Cutter:

@@ -33,7 +33,7 @@ from rlhfless_ray.learn.optimizer_state import (
     whole_weights,
 )
 from rlhfless_ray.learn.policy_model import check_head, in_wanted_dtype
-from rlhfless_ray.learn.process_group import join_process_group
+from rlhfless_ray.learn.process_group import join_process_group, leave_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.sequence_parallel import SequenceParallel
@@ -48,9 +48,10 @@ from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, WEIGHTS, split_f
 from rlhfless_ray.weights.saved_names import saved_state, unconverted_names
 from rlhfless_ray.weights.shards import save_slices, shard_name, slices_in
 from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_numpy, as_tensor, load_tensors, save_tensors
-from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices, TensorSlice, whole_slices
+from rlhfless_ray.weights.tensor_slice import NOTHING, FormerRank, HeldSlices, ReshardedSlices, Slices, TensorSlice, whole_slices
 
 T = TypeVar("T")
+Former = dict[str, FormerRank]  # by beginning of the names of a state's files
 
 
 class TrainerRank:
@@ -506,6 +507,34 @@ class TrainerRank:
 
     # ---- between updates --------------------------------------------------------------------------------------
 
+    def close(self) -> Former:
+        """End the engine and leave the process group, so that the process can be a rank of another layout.
+
+        Returns what this rank held. On the host it keeps tensors that all ranks hold, of which its own files have a part or nothing.
+        """
+        moments = held_moments(self.engine, self.stage, self.slices, shares_out=False)
+        if self.stage == 3:
+            weights = held_weights(self.engine)
+        else:
+            cuts, state = {} if self.slices is None else self.slices.cuts, self.engine.module.model.state_dict()
+            weights = {cuts.get(name, TensorSlice.whole(name, tensor.shape)): tensor.detach() for name, tensor in state.items()}
+        keeps = self.slices is None and self.device.type == "cpu"
+        average = {TensorSlice.whole(name, tensor.shape): tensor for name, tensor in self.average.items()}
+        found = {"model": (weights, keeps and self.stage < 3), "optimizer": (moments, keeps and self.stage == 0), AVERAGE: (average, False)}
+        former = {
+            stem: FormerRank(
+                HeldSlices.of({piece: as_numpy(values).reshape(-1) for piece, values in held.items()} if is_kept else {}),
+                tuple(held),
+                shard_name(stem, self.rank, self.ranks),
+            )
+            for stem, (held, is_kept) in found.items()
+        }
+        self.engine.destroy()
+        self.engine = self.lora = self.slices = self.sequences = None
+        gc.collect()  # the engine is in cycles
+        leave_process_group()
+        return former
+
     def leave_device(self) -> list[Span]:
         """Move all state to the host.
 
@@ -533,19 +562,35 @@ class TrainerRank:
         return [Span("transfer", "return to device", start, time.time())]
 
 
+def fetched_by(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bytes that a process has fetched of other ranks' parts of a state that it read, and those that it had to fetch."""
+    parts = [part for part in state.values() if isinstance(part, ReshardedSlices)]
+    return sum(part.fetched_bytes for part in parts), sum(part.lacked_bytes for part in parts)
+
+
 def _whole(held: Mapping[TensorSlice, Tensor]) -> dict[str, Tensor]:
     """Return slices that are whole tensors by name."""
     return {piece.name: values.view(piece.shape) for piece, values in held.items()}
 
 
-def read_state(files: Files, divided: Mapping[str, RemoteFile] | None = None) -> dict[str, Any]:
+def read_state(files: Files, divided: Mapping[str, RemoteFile] | None = None, former: Former | None = None) -> dict[str, Any]:
     """Read the files that `TrainerRank.state_files` returned on all ranks. Tensors are views of the files, which may be read-only.
 
-    `divided`: files of those that `is_divided` names, which are fetched when they are used.
+    Args:
+        divided: files with tensors of ranks, which are fetched when they are used.
+        former: what the process held when it was one of these ranks; it reads this first.
     """
     parts = [(name, content) for name, content in sorted({**files, **(divided or {})}.items()) if name.endswith(WEIGHTS)]
-    stems = "model", "optimizer", AVERAGE
-    model, moments, average = (slices_in(content for name, content in parts if name.startswith(stem)) for stem in stems)
+
+    def of(stem: str) -> HeldSlices:
+        named = [(name, content) for name, content in parts if name.startswith(stem)]
+        if former is None:
+            return slices_in(content for _, content in named)
+        mine = former.get(stem, NOTHING)
+        own, others = (slices_in(x for name, x in named if (name == mine.file) is is_own) for is_own in (True, False))
+        return ReshardedSlices(own, others, mine)
+
+    model, moments, average = map(of, ("model", "optimizer", AVERAGE))
     adapters = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()} if ADAPTER in files else None
     weights = model if adapters is None else adapters
     numbers = json.loads(bytes(files["learner.json"]))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import ray
 from ray.exceptions import RayActorError
 
 from rlhfless_ray.common.deadlines import get
@@ -23,18 +22,18 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
 from rlhfless_ray.learn.group_files import GroupFiles
 from rlhfless_ray.learn.group_weights import GroupWeights
-from rlhfless_ray.learn.rank_replies import has_raised, wait_for_ranks
-from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
-from rlhfless_ray.learn.shares import Cutter, joined
+from rlhfless_ray.learn.rank_calls import RankCalls, slowest_s
+from rlhfless_ray.learn.rank_settings import RankLayout, RankSettings, ReferenceSettings
+from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot, stored
+from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import LearnerConfig, Recipe
-from rlhfless_ray.types import Span
-from rlhfless_ray.weights.remote_folder import StoredFiles
+from rlhfless_ray.weights.remote_folder import FilesInStore, StoredFiles
 from rlhfless_ray.weights.tensor_file import Files
 
 SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
 
 
-class WorkerGroup:
+class WorkerGroup(RankCalls):
     """One instance per rank. Call `assign_leases`, then `start_update`, `publish` or `save`, then `park`.
 
     The instances keep the optimizer state while they are parked.
@@ -46,7 +45,7 @@ class WorkerGroup:
     def __init__(
         self,
         pool: WorkerPool,
-        ranks: int,
+        settings: RankSettings | ReferenceSettings,
         section: LearnerConfig,
         broker: SlotBroker,
         name: str = "learner",
@@ -57,6 +56,7 @@ class WorkerGroup:
         """Create a worker group without processes.
 
         Args:
+            settings: of its ranks, as they are at first; `resize` changes their layout.
             section: settings that all worker groups share: threads, deadline, number of skipped updates.
             broker: gets the leases of lost ranks and lends missing ones.
             name: the group's name in messages.
@@ -64,11 +64,10 @@ class WorkerGroup:
             shares_base: published versions are adapters that refer to the files of their base.
             exact: a rank always runs as many threads as it may hold leases, see `run.exact`.
         """
-        self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
-        more_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
-        self.slots = ranks * more_threads
-        self.threads = more_threads if exact else None  # of every rank in every call; None: as many as it holds leases
-        self.deadline_s, self.zero_stage = section.deadline_s, section.zero_stage
+        self.pool, self.settings, self.broker, self.name = pool, settings, broker, name
+        self.max_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
+        self.threads = self.max_threads if exact else None  # of every rank in every call; None: as many as it holds leases
+        self.deadline_s = section.deadline_s
         self.max_skipped = section.max_skipped_updates
         self.skipped_in_a_row = 0
         self.by_rank: list[Instance] = []
@@ -77,10 +76,16 @@ class WorkerGroup:
         self.loopback = False
         self.notes: list[str] = []  # for the user, about the ranks' processors
         self.cutter = Cutter()  # replaced by the ranks' own once they have loaded the model
-        self.scheduler = GangScheduler(pool, ranks, broker, name)
+        self.scheduler = GangScheduler(pool, broker, name)
+        self.set_layout(settings.layout)
         self.call_s = 0.0  # seconds of the slowest rank's work in the newest update or `start_compute`
         self.weights = GroupWeights(self, shares_base)
         self.storage = GroupFiles(self)
+
+    def set_layout(self, layout: RankLayout) -> None:
+        """Use this layout for the ranks that start, or are built, from now on."""
+        self.layout = layout
+        self.scheduler.ranks, self.slots = layout.ranks, layout.ranks * self.max_threads
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:
         """Assign leases to the ranks, see `GangScheduler.take`, and restore lost ranks. Returns the leases that are left."""
@@ -121,7 +126,8 @@ class WorkerGroup:
         """Start the ranks, which hold their leases: restore lost ranks, or return parked ones to their devices."""
         starting = [i for i in self.by_rank if i.state is State.STARTING]
         if starting:
-            self._wait_until_open()
+            for instance in self.by_rank:
+                self.wait_until_open(instance)
             if self.files is not None:
                 self._restore()
         elif self.pool.leases.resource == "gpu":
@@ -130,11 +136,11 @@ class WorkerGroup:
         for instance in self.by_rank:
             instance.state = State.READY
 
-    def _wait_until_open(self) -> None:
-        for instance in self.by_rank:
-            reply = self.wait_for([instance.opened], f"the {self.name}'s start")[0]
-            instance.memory_mb = reply["memory_mb"]
-            self._record_spans_of(instance, reply["spans"])
+    def wait_until_open(self, instance: Instance) -> None:
+        """Wait until a process has started, and record its start."""
+        reply = self.wait_for([instance.opened], f"the {self.name}'s start")[0]
+        instance.memory_mb = reply["memory_mb"]
+        self.record_spans_of(instance, reply["spans"])
 
     def park(self) -> list[Lease]:
         return self.pool.park_all()
@@ -151,7 +157,7 @@ class WorkerGroup:
         return bool(self.by_rank) and not self._were_ended and not self.scheduler.fit(self.by_rank, leases)[2]
 
     def prewarm(self, slot: Slot) -> None:
-        """Start a process ahead of its lease, unless there are several ranks: their processes must start in order."""
+        """Start a process ahead of its lease, unless there are several ranks, whose slots are not known yet."""
         if self.ranks == 1:
             self.pool.prewarm(slot)
 
@@ -195,7 +201,7 @@ class WorkerGroup:
         began_s = time.monotonic()
         for instance in list(self.pool.parked):  # prewarmed on other slots than the leased ones
             self.pool.end(instance)
-        self._load_model(self.recovery.newest())
+        self.load_model(self.recovery.newest())
         for what, batch in self.recovery.since:
             replies = self.wait_for(self.ask(what, batch), f"the {self.name}'s lost work")
             self.record_spans(reply[1] if what == "update" else reply for reply in replies)
@@ -227,31 +233,33 @@ class WorkerGroup:
 
     def warm_start(self, files: object, recipe: Recipe) -> Files:
         first = self.by_rank[0]
-        ref = first.actor.warm_start.remote(files, recipe, self._threads(first))
+        ref = first.actor.warm_start.remote(files, recipe, self.threads_of(first))
         try:
             content, spans = get(ref, self.deadline_s, "the supervised warm start")
         except RayActorError as error:
             raise RunError(f"the process of the supervised warm start was lost ({reason_of(error)}); start the run again") from error
-        self._record_spans_of(first, spans)
+        self.record_spans_of(first, spans)
         return content
 
     def build(self, files: StoredFiles, loopback: bool, state: StoredFiles | None) -> None:
         """Load the model, and a checkpoint's `state`, into every rank and connect the ranks. `files`: the model folder's."""
         self.files, self.loopback, self.recovery.complete = files, loopback, state
         try:
-            self._load_model(state)
+            self.load_model(state)
         except LearnerLost as lost:
             self.handle_loss(lost)
             self.assign_free_leases()
 
-    def _load_model(self, state: Snapshot) -> None:
+    def load_model(self, state: Snapshot) -> list[dict[str, Any]]:
+        """Build every rank from a state, and connect them. Returns their replies, see `RankActor.build`."""
         assert self.files is not None
         place = self.wait_for([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
         # ranks of ZeRO 3 need a part of every tensor; engines read the base of adapters, which is whole
-        divides = self.zero_stage == 3 and self.name != "reference" and not self.weights.shares_base
+        divides = self.layout.zero_stage == 3 and self.name != "reference" and not self.weights.shares_base
         files, source = self.storage.sources(self.files, state, divides=divides)
         self.weights.share_base(self.files, files)
-        refs = [i.actor.build.remote(files, place, self._threads(i), source) for i in self.by_rank]
+        settings = [self.settings.placed(rank, self.layout) for rank in range(self.ranks)]
+        refs = [i.actor.build.remote(files, place, self.threads_of(i), source, own) for i, own in zip(self.by_rank, settings, strict=True)]
         opened = self.wait_for(refs, f"the {self.name} to load its model")
         self.record_spans(one["spans"] for one in opened)
         self.cutter = opened[0]["cutter"]
@@ -261,6 +269,7 @@ class WorkerGroup:
         for instance, one in zip(self.by_rank, opened, strict=True):
             instance.memory_mb = one["memory_mb"]
         self.notes = [one["note"] for one in opened if one.get("note")]
+        return opened
 
     def start_update(self, batch: Batch, *, publishes: bool = False) -> Pending[Any]:
         """Start an update on every rank. The result: UpdateStats or CriticStats, which are the same on all ranks.
@@ -315,40 +324,12 @@ class WorkerGroup:
     def _computed(self, replies: list[Any]) -> dict[str, np.ndarray]:
         self.record_spans(spans for *_, spans in replies)
         self.call_s = slowest_s(spans for *_, spans in replies)
-        return self._joined(replies)
-
-    def ask(self, what: str, batch: Batch, *more: object) -> list[Any]:
-        """Call method `what` of every rank with its share of the batch. Returns references for `wait_for_values`."""
-        cut = {"update": self.cutter.of_update, "accumulate": self.cutter.of_gradients}.get(what, self.cutter.of_pass)
-        if what in ("reference", "values"):  # their routers choose by themselves
-            batch = replace(batch, experts=None)
-        shares = cut(batch)
-        copies = [ray.put(share) for share in shares] if len(shares) < self.ranks else shares
-        return [
-            getattr(i.actor, what).remote(copies[rank * len(copies) // self.ranks], self._threads(i), *more)
-            for rank, i in enumerate(self.by_rank)
-        ]
-
-    def _threads(self, instance: Instance) -> int:
-        return self.threads or len(instance.leases)
-
-    def _joined(self, replies: list[Any]) -> dict[str, np.ndarray]:
-        """Join the values of all shares. Ranks of one copy of the model have computed the same values."""
-        return joined([(values, places) for values, places, _ in replies[:: self.ranks // self.cutter.ranks]])
+        return self.joined(replies)
 
     def accumulate(self, batch: Batch) -> list[Any]:
         """Accumulate gradients of a part of a step on every rank. Returns references for `wait_for_gradients`."""
         self.recovery.record("accumulate", batch)
         return self.ask("accumulate", batch)
-
-    def pending(self, refs: list[Any]) -> list[Any]:
-        """Return the references that are not ready yet."""
-        return ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
-
-    def have_failed(self, refs: list[Any]) -> bool:
-        """Return whether one of these calls raised or lost its process. The others may wait for it in a collective. Handles no loss."""
-        pending = self.pending(refs)
-        return any(has_raised(ref) for ref in refs if ref not in pending)
 
     def wait_for_gradients(self, refs: list[Any]) -> float | None:
         """Wait for gradients. The ranks keep their leases. Returns the slowest rank's seconds, or None if a rank was lost.
@@ -365,7 +346,7 @@ class WorkerGroup:
         if not (replies := self._replies_or_lost(refs, what)):
             return None
         self.record_spans(spans for *_, spans in replies)
-        return self._joined(replies), slowest_s(spans for *_, spans in replies)
+        return self.joined(replies), slowest_s(spans for *_, spans in replies)
 
     def _replies_or_lost(self, refs: list[Any], what: str) -> list[Any]:
         """Return the replies, or an empty list if a rank was lost."""
@@ -378,21 +359,21 @@ class WorkerGroup:
     def start_snapshot(self) -> None:
         """Start a snapshot of the current state if one is due. Does not wait, and needs no lease."""
         if self.recovery.is_due and self.by_rank:
-            replies = [i.actor.keep.options(num_returns=3).remote() for i in self.by_rank]
+            self._begin_snapshot()
+
+    def _begin_snapshot(self) -> list[Any]:
+        replies = [i.actor.keep.options(num_returns=3).remote() for i in self.by_rank]
+        if self.recovery.every_steps:
             self.recovery.take(replies, homes_of(self.by_rank))
+        return replies
 
-    def wait_for(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
-        return wait_for_ranks(refs, deadline_s or self.deadline_s, what, self.name, self.ranks)
+    def snapshot(self) -> list[FilesInStore]:
+        """Return the current state, as files in the object stores of the ranks' nodes."""
+        replies: list[Any] = []
 
-    def record_spans(self, spans: Iterable[list[Any]]) -> None:
-        """Record the spans of every rank, in order of rank, in the ledger."""
-        for instance, spans_of_rank in zip(self.by_rank, spans, strict=True):
-            self._record_spans_of(instance, spans_of_rank)
+        def ask() -> list[Any]:
+            replies[:] = self._begin_snapshot()
+            return [cost for *_, cost in replies]
 
-    def _record_spans_of(self, instance: Instance, spans: list[Any]) -> None:
-        self.pool.ledger.spans([lease.id for lease in instance.leases], spans)
-
-
-def slowest_s(spans: Iterable[list[Span]]) -> float:
-    """Return the seconds of the rank that worked the longest, from the spans of each rank's call."""
-    return max(sum(span.to_s - span.from_s for span in of_rank) for of_rank in spans)
+        costs = self.call(ask, f"the {self.name}'s state")
+        return stored([tuple(files) for *files, _ in replies], costs)

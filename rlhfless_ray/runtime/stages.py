@@ -64,11 +64,11 @@ class Stages:
         recipe = with_publish(context.recipe, files, resource)
         make = PoolMaker(recipe, context.broker, files, context.record.progress.message, give_back_at_once=at_once)
         critic = reference = prefix = drafter = None
-        learner = make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner")
+        learner = make.worker_group("learn", actors.learner, learner_settings, "learner")
         if recipe.algorithm.has_critic:
-            critic = make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks)
+            critic = make.worker_group("critic", actors.critic, critic_settings)
         if recipe.has_reference:
-            reference = make.worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks)
+            reference = make.worker_group("reference", actors.reference, reference_settings)
         learn = LearnStage(context, learner, critic, reference)
         score = (PrescoredStage if isinstance(reward, AgentSource) else ScoreStage)(
             context, make.reward(actors.reward, reward), reward, inputs.tokenizer

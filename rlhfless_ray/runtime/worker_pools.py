@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -146,14 +145,13 @@ class PoolMaker:
         settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device, self.recipe.run.deterministic)
         return self._pool("drafter", lambda slot: start_actor(cls, slot, self.resource, {}, *drafter, settings))
 
-    def worker_group(self, kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str = "") -> WorkerGroup:
+    def worker_group(self, kind: str, cls: type | None, settings: Callable[..., Any], name: str = "") -> WorkerGroup:
         """Make the worker group of learner, critic or reference. `name`: in messages; default: the kind."""
         assert cls is not None
         recipe, resource = self.recipe, self.resource
-        numbers = itertools.cycle(range(ranks))  # all ranks of a group start together, even after a loss
         pool = WorkerPool(
             kind,
-            lambda slot: start_actor(cls, slot, resource, self.pages, settings(recipe, next(numbers), resource)),
+            lambda slot: start_actor(cls, slot, resource, self.pages),
             self.leases,
             float("inf"),
             on_device=True,
@@ -163,7 +161,8 @@ class PoolMaker:
         )
         shares_base = kind == "learn" and recipe.lora.publish == "adapter"
         recovery = Recovery(self.snapshot_steps, self.say, on_disk=recipe.checkpoint.resumable)
-        return WorkerGroup(pool, ranks, recipe.learner, self.broker, name or kind, recovery, shares_base, recipe.run.exact)
+        of_ranks = settings(recipe, device=resource)
+        return WorkerGroup(pool, of_ranks, recipe.learner, self.broker, name or kind, recovery, shares_base, recipe.run.exact)
 
     def _pool(self, kind: str, start: Callable[[Slot], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
         options |= {"faults": self.faults, "parked_memory": self.parked}

@@ -71,9 +71,12 @@ class StoredFiles:
 
 def is_divided(name: str, content: Content) -> bool:
     """Return whether ranks read a part of a checkpoint's file: of optimizer state, a moving average, or weights at ZeRO 3."""
-    if not name.endswith(WEIGHTS):
-        return False
-    return name.startswith(("optimizer", AVERAGE)) or (name.startswith("model") and has_intervals(content))
+    return has_tensors_of_ranks(name) and (not name.startswith("model") or has_intervals(content))
+
+
+def has_tensors_of_ranks(name: str) -> bool:
+    """Return whether a checkpoint's file has weights, optimizer state or a moving average, of which ranks have different parts."""
+    return name.endswith(WEIGHTS) and name.startswith(("model", "optimizer", AVERAGE))
 
 
 @dataclass(frozen=True)

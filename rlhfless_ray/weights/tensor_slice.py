@@ -158,7 +158,62 @@ class HeldSlices(Mapping[str, np.ndarray]):
             found = [(into, at(load(), of)) for piece, load in held for into, of in overlaps(wanted, piece)]
             return joined(wanted, found, into).reshape(own_shape)
         whole = TensorSlice.whole(wanted.name, shape)
-        return HeldSlices.of({whole: self.read(whole).reshape(-1)}).read(wanted).reshape(own_shape)
+        return HeldSlices.of({whole: HeldSlices.read(self, whole).reshape(-1)}).read(wanted).reshape(own_shape)
+
+
+@dataclass(frozen=True)
+class FormerRank:
+    """What a process held as a rank of an earlier layout.
+
+    Attributes:
+        whole: tensors that it still has, all of each.
+        pieces: all that it had, also what is in its file only.
+        file: name of its file of the state.
+    """
+
+    whole: HeldSlices
+    pieces: tuple[TensorSlice, ...]
+    file: str
+
+
+NOTHING = FormerRank(HeldSlices(()), (), "")
+
+
+class ReshardedSlices(HeldSlices):
+    """The slices of a state whose ranks change, as a process reads them that was a rank before. It takes its own first.
+
+    `fetched_bytes`: read from others' pieces. `lacked_bytes`: of what was read, and the process did not have, which is the least that it
+    could fetch.
+    """
+
+    def __init__(self, own: HeldSlices, others: HeldSlices, former: FormerRank) -> None:
+        """`own`, `others`: the slices in the file of this process, and in those of the other ranks."""
+        super().__init__(())
+        self.held = {name: [*own.held.get(name, ()), *others.held.get(name, ())] for name in {**own.held, **others.held}}
+        self.others, self.former = others, former
+        self.pieces: dict[str, list[TensorSlice]] = {}
+        for piece in former.pieces:
+            self.pieces.setdefault(piece.name, []).append(piece)
+        self.fetched_bytes = self.lacked_bytes = 0
+
+    def read(self, wanted: TensorSlice, into: np.ndarray | None = None) -> np.ndarray:
+        name, shape = wanted.name, self._shape(wanted.name, wanted.shape)
+        wanted = replace(wanted, shape=shape)
+        if name in self.former.whole:
+            return self.former.whole.read(wanted, into)
+        values = super().read(wanted, into)
+        others = [replace(piece, shape=shape) for piece, _ in self.others.held.get(name, ())]
+        had = [replace(piece, shape=shape) for piece in self.pieces.get(name, ())]
+        self.fetched_bytes += values.itemsize * sum(shared_elements(wanted, piece) for piece in others)
+        self.lacked_bytes += values.itemsize * max(0, values.size - sum(shared_elements(wanted, piece) for piece in had))
+        return values
+
+
+def shared_elements(wanted: TensorSlice, piece: TensorSlice) -> int:
+    """Return how many elements of a piece are read for a slice: those that both have, or all where they cannot be compared."""
+    if not is_comparable(wanted, piece):
+        return piece.end - piece.start
+    return sum((bottom - top) * (right - left) for (*_, ((top, bottom), (left, right))), _ in overlaps(wanted, piece))
 
 
 def is_comparable(wanted: TensorSlice, piece: TensorSlice) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.learn import worker_group as module
+from rlhfless_ray.learn import rank_calls as module
 from rlhfless_ray.learn.group_weights import GroupWeights
+from rlhfless_ray.learn.rank_settings import RankLayout
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.update_stats import merged, without_steps
@@ -37,9 +38,10 @@ def worker_group(monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
     made = WorkerGroup.__new__(WorkerGroup)
     made.by_rank, made.threads, made.max_skipped, made.skipped_in_a_row = [SimpleNamespace(leases=[])], None, 3, 0
     made.by_rank[0].actor = SimpleNamespace(update=SimpleNamespace(remote=lambda batch, threads: batch))
-    made.name, made.recovery, made.ranks, made.cutter, made.weights = "learner", Recovery(1), 1, Whole(), GroupWeights(made, False)
+    made.name, made.recovery, made.layout, made.weights = "learner", Recovery(1), RankLayout(), GroupWeights(made, False)
+    made.cutter = Whole()
     made.wait_for = lambda refs, what, deadline_s=None: [(refs[0], [])]
-    made._record_spans_of = lambda instance, spans: None
+    made.record_spans_of = lambda instance, spans: None
     return made
 
 

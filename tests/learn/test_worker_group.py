@@ -25,6 +25,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.rank_settings import RankLayout, learner_settings
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.worker_group import WorkerGroup
@@ -104,7 +105,8 @@ def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1, exact: bool = Fals
     """A gang whose ranks are parked on these slots, with their state."""
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": {"ranks": len(slots), "max_slots_per_rank": threads}}
     pool = WorkerPool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, 1e9, on_device=True)
-    worker_group = WorkerGroup(pool, len(slots), Recipe.parse(tree).learner, SlotBroker(cluster), exact=exact)
+    recipe = Recipe.parse(tree)
+    worker_group = WorkerGroup(pool, learner_settings(recipe), recipe.learner, SlotBroker(cluster), exact=exact)
     worker_group.wait_for = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
     for slot in slots:
         actor = SimpleNamespace(unpark=SimpleNamespace(remote=lambda: lambda: cluster.log.append("unpark") or []))
@@ -181,7 +183,8 @@ def test_processes_ended_for_their_memory_are_started_anew_and_loaded_and_that_i
     assert not worker_group.fits([lease]), "a start would hold up the rollout"
     assert worker_group.assign_leases([lease]) == [] and nodes_of(worker_group) == [["here"]]
     assert worker_group.by_rank[0].state is State.READY and worker_group.by_rank[0].memory_mb == 700.0
-    assert built == [(1,), (False,), ("/", {}), (("/", {}, ""), ("", 0), 1, None)] and worker_group.recovery.restarts == 0
+    assert built == [(1,), (False,), ("/", {}), (("/", {}, ""), ("", 0), 1, None, worker_group.settings)]
+    assert worker_group.recovery.restarts == 0
 
 
 def test_ranks_on_two_nodes_get_one_lease_each_and_threads_never_mix_nodes():
@@ -310,7 +313,8 @@ def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_ranks_whose_weights_differ_end_the_run_with_the_setting_that_keeps_them_equal(stage: int) -> None:
     worker_group = gang_on(Cluster("cpu", {"here": [0], "there": [0]}), Slot("here", 0), Slot("there", 0))
-    worker_group.zero_stage, worker_group.weights.holds_all = stage, True
+    worker_group.set_layout(RankLayout(2, stage))
+    worker_group.weights.holds_all = True
     for rank, instance in enumerate(worker_group.by_rank):
         reply = [None, lambda rank=rank: ({"embed": 7, "norm": rank}, [])]
         instance.actor.weights = SimpleNamespace(options=lambda num_returns, reply=reply: SimpleNamespace(remote=lambda *share: reply))
@@ -388,7 +392,7 @@ def test_a_run_without_snapshots_keeps_no_batches_and_ends_with_its_learner():
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
     tree["checkpoint"] = {"memory_every_steps": 0, "resumable": False, "path": "somewhere"}
     maker = PoolMaker(Recipe.parse(tree), SlotBroker(worker_group.pool.leases), {}, pytest.fail)
-    recovery = worker_group.recovery = maker.worker_group("learn", object, pytest.fail, 1).recovery
+    recovery = worker_group.recovery = maker.worker_group("learn", object, learner_settings).recovery
     assert not recovery.is_final, "at first the model's folder is the state"
     for what in ("accumulate", "update", "update"):
         recovery.record(what, None)  # type: ignore[arg-type]
@@ -434,7 +438,8 @@ def test_ranks_of_zero_3_get_a_part_of_a_folder_that_they_do_not_see(monkeypatch
     whole = save_tensors({"w": torch.arange(6.0)})
     write_file(tmp_path / "model.safetensors", whole)
     worker_group = gang_on(Cluster("cpu", {"a": [], "b": []}), Slot("a", 0), Slot("b", 0))
-    worker_group.zero_stage, put, built = 3, [], []
+    worker_group.set_layout(RankLayout(2, 3))
+    put, built = [], []
     monkeypatch.setattr("rlhfless_ray.learn.group_files.ray.put", lambda one: put.append(one) or len(put) - 1)
     for instance in worker_group.by_rank:
         answers = {"sees": sees, "rendezvous": ("", 0), "build": {"memory_mb": 700.0, "spans": [], "cutter": Cutter()}}
