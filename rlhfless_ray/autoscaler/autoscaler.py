@@ -22,6 +22,7 @@ from placement.planning.objective import Objective, choose_nearest
 from placement.planning.partition import pareto
 from placement.planning.plan import Plan, Pool
 from placement.scaling.engine_width import WidthDecision, best_width, decide_width, slots
+from placement.scaling.learner_ranks import LearnerRanks
 from placement.scaling.learner_size import decision_for
 from placement.scaling.overlapped_step import Rest, Sizes, Update, size_together, step_plan
 from placement.scaling.phase_delay import Delay
@@ -115,7 +116,7 @@ class Autoscaler(StepPredictor):
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
         self.correction = self.safely("correcting predictions", self.correct_rollout, lambda: 1.0)
         if learner_slots:  # the pool may have granted fewer than were wanted
-            self.learner_slots = max(1, learner_slots // self.recipe.learner.ranks)
+            self.learner_slots = max(1, learner_slots // self.ranks)
         rest = self.safely("predicting the rest", lambda: self._rest(scenarios.lengths, prompts, rest_actors), lambda: None)
         update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths, rest), lambda: None)
         self.least = min_actors = min(self.recipe.rollout.min_actors, max_actors)
@@ -182,7 +183,7 @@ class Autoscaler(StepPredictor):
         """
         if self.bids is None:
             return frontiers, ""
-        learner = self.recipe.learner.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
+        learner = self.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
 
         def started(width: int, plan: Plan) -> Plan:
             return self._with_starts(plan, width, warm[width], step)
@@ -279,7 +280,7 @@ class Autoscaler(StepPredictor):
         """
         if len(rooms) < 2 or self.learner.trial(self.learner_slots, 0.0) is not None:
             return None
-        tokens, ranks = float(lengths.mean(1).sum()), self.recipe.learner.ranks
+        tokens, ranks = float(lengths.mean(1).sum()), self.ranks
         pairs: list[tuple[Update, int, Plan]] = []  # the update, the engines' width and their plan
         for per_rank, by_width in rooms.items():
             update = self._update(per_rank, per_rank * ranks, tokens, lengths, rest)
@@ -318,6 +319,36 @@ class Autoscaler(StepPredictor):
             self.bids.begin_pair(self.expected_update_s)
         return decision
 
+    def choose_ranks(self, candidates: Sequence[int]) -> None:
+        """Choose among these numbers of learner ranks from now on, of which the first is the present one."""
+        self.learners = LearnerRanks(candidates, self.recipe.learner.max_slots_per_rank, fixed=self.recipe.run.exact)
+
+    def use_ranks(self, ranks: int) -> None:
+        """Plan for another number of learner ranks from now on. The first update on them uses all slots that it can get."""
+        self.learners.current = ranks
+        self.sizes = None
+        if self.bids is not None:
+            self.bids.learner_ranks = ranks
+
+    def decide_ranks(self, step: int, room: int) -> Decision:
+        """Decide the number of learner ranks for the updates after this step's, by an update like its own. `room`: slots for them."""
+        now = self.ranks
+        if self.recipe.rollout.rolls_out_ahead:
+            return Hold(now, f"{now}: engines work beside updates, and are sized for the slots that these leave")
+        return self.safely(
+            "choosing the learner's ranks",
+            lambda: self.learners.decide(
+                self.update_tokens,
+                step=step,
+                steps_left=self.recipe.run.steps - step,
+                room=room,
+                value_per_s=max(self.value_per_s, MIN_SECOND_VALUE),
+                change_s=self.terms.reshard.predict(),
+                gamma=self.recipe.objective.payback,
+            ),
+            lambda: Hold(now, f"{now} as before: choosing the learner's ranks failed"),
+        )
+
     @property
     def _may_retry(self) -> bool:
         """Whether a number of the learner's slots that seems worse may be tried again now.
@@ -336,7 +367,7 @@ class Autoscaler(StepPredictor):
             return decision_for(now, now, reason, self.learner.predict(now, tokens))
         if self.sizes is None:
             return Hold(now, "as before: learner and engines were not sized together yet")
-        ranks = self.recipe.learner.ranks
+        ranks = self.ranks
         per_rank, costs = self.sizes.update.slots // ranks, {count // ranks: cost for count, cost in self.sizes.costs.items()}
         if self._may_retry and (retrial := self.learner.retrial(per_rank, now, tokens, costs)) is not None:
             return retrial

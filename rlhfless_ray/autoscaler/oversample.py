@@ -45,7 +45,7 @@ def choose_oversample(autoscaler: Autoscaler, step: Step, stale_cost: float) -> 
         autoscaler.actors,
         float(np.mean([len(prompt.token_ids) for prompt in step.prompts])),
         autoscaler.predict_learn_s(tokens),
-        autoscaler.learner_slots * recipe.learner.ranks,
+        autoscaler.learner_slots * autoscaler.ranks,
         recipe.rollout.ahead,
         recipe.rollout.partial_kv == "recompute",
     )

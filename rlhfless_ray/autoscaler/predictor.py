@@ -11,6 +11,7 @@ import numpy as np
 from placement.forecast.forecaster import LengthForecaster, Scenarios
 from placement.measurements.registry import Measurements
 from placement.scaling.engine_width import slots
+from placement.scaling.learner_ranks import LearnerRanks
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.overlapped_step import Rest, Update
 from placement.speed.decode_speed import Speed
@@ -34,7 +35,7 @@ class Predictor:
         limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
         self.terms = Measurements()
-        self.learner = LearnerSize(recipe.learner.max_slots_per_rank, fixed=recipe.run.exact)
+        self.learners = LearnerRanks([recipe.learner.ranks], recipe.learner.max_slots_per_rank, fixed=recipe.run.exact)
         self.terms.include(lambda: {f"update on {slots(count)}": term for count, term in self.learner.terms.items()})
         self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the newest update, or the next one if it is sized
         self.update_tokens = 0.0  # tokens of the newest update
@@ -44,6 +45,16 @@ class Predictor:
         self.tokens_per_step = 1.0  # tokens of a sequence in an engine step of the last rollout: more than one with drafts
         self.pending_steps: list[EngineSteps] = []  # step records that the speed is not fitted to yet
         self.troubles: list[str] = []  # failures since the last report
+
+    @property
+    def ranks(self) -> int:
+        """Number of the learner's ranks."""
+        return self.learners.current
+
+    @property
+    def learner(self) -> LearnerSize:
+        """Slots of each of them, and the times of their updates."""
+        return self.learners.size
 
     def safely(self, what: str, make: Callable[[], T], fallback: Callable[[], T]) -> T:
         """Return `make()`, or `fallback()` after an exception, which is added to `troubles`: planning must not end a run."""
@@ -180,8 +191,8 @@ class Predictor:
 
     def settle(self) -> None:
         """Fit all observed times now, so that later predictions need not wait for it."""
-        for one in (self.terms, self.learner):
-            self.safely("fitting what was observed", one.settle, lambda: None)
+        for settle in (self.terms.settle, self.learners.settle):
+            self.safely("fitting what was observed", settle, lambda: None)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -193,6 +204,7 @@ class Predictor:
             "speed": self.engines.fit.state(),
             "terms": self.terms.state(),
             "learner": self.learner.state(),
+            "learner_by_ranks": self.learners.state(),
             "learner_slots": self.learner_slots,
         }
 
@@ -203,7 +215,7 @@ class Predictor:
         self.engines.fit.restore(state["speed"])
         before = {name: state[name] for name in ("around", "outside") if name in state}  # of runs before 2026-11-29
         self.terms.restore(before | state["terms"])
-        self.learner.restore(state["learner"])
+        self.learners.restore(state.get("learner_by_ranks", {str(self.ranks): state["learner"]}))  # of runs before 2026-11-29
         self.learner_slots = state["learner_slots"]
 
 

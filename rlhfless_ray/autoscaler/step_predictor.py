@@ -120,7 +120,7 @@ class StepPredictor(Predictor):
         if decision.plan is None:
             return phase_s, self.engines.width * decision.actors * phase_s
         speed, slot_s = self.engine_speed, 0.0
-        needed_next = self.engines.width * decision.actors <= self.learner_slots * self.recipe.learner.ranks
+        needed_next = self.engines.width * decision.actors <= self.learner_slots * self.ranks
         for group in decision.plan.groups:
             own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slowdown + overhead_s
             tail_s = max(0.0, phase_s - own_s)

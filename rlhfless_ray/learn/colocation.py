@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.rank_settings import RankLayout
+from rlhfless_ray.learn.resize import Resharding, resize
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import WeightVersion
@@ -56,6 +58,17 @@ class ColocatedGroups:
         broker, later = self.context.broker, self.update_slots + (0 if self.learner.working else self.learner.slots)
         held = sum(len(i.leases) for group in self.all if group.working and group is not self.learner for i in group.by_rank)
         broker.release(keep=len(broker.free) if self.shares_slots else max(keep, later - held))
+
+    def resize(self, layouts: Mapping[str, RankLayout]) -> Resharding | None:
+        """Give groups other layouts, by their names, between an update and the next. Returns what this took of the learner, if it did."""
+        self.keeps_gradients, found = False, None
+        for group in self.all:
+            if (layout := layouts.get(group.name, group.layout)) != group.layout:
+                self.turn(group)
+                done = resize(group, layout)
+                found = done if group is self.learner else found
+                self.context.broker.put(group.park())
+        return found
 
     @property
     def learner_nodes(self) -> set[str]:

@@ -91,6 +91,17 @@ def loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
             optimizer.custom_loss_scaler = False
 
 
+def restore_linear() -> None:
+    """Undo ZeRO 3's replacement of torch's linear function, which DeepSpeed leaves in the process.
+
+    In another stage a process with it would reduce gradients in another order than one without it, and add up unlike ones.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced
+
+    if hasattr(Replaced, "linear_bk"):
+        torch.nn.functional.linear = Replaced.linear_bk
+
+
 @contextmanager
 def skipped_step(optimizer: Any) -> Iterator[None]:
     """Make ZeRO skip its step inside the block, and drop the gradients, as it does with gradients that are not finite."""

@@ -25,8 +25,10 @@ from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.kl_estimators import mean_kl, token_kl
 from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
+from rlhfless_ray.learn.rank_settings import RankLayout, auto_ranks
 from rlhfless_ray.learn.step_calls import Starts, StepCalls, passes_wanted
 from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.recipe.section import AutoCount
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import AnySample, Sample, SampleId, Scored, Trained, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
@@ -44,6 +46,7 @@ class LearnStage:
         self.number = 0  # number of the step that runs now
         self.passes_s = 0.0  # seconds of that phase before the policy's update
         self.plan: Decision | None = None
+        self.resized: dict[str, Any] = {}  # metrics of the newest choice of ranks
         self.obstacle = obstacle(context.recipe)
         self.learned: dict[SampleId, Trained] = {}  # the step's samples whose gradients have been requested
         self.refs: list[Any] = []  # references to pending gradients
@@ -252,9 +255,45 @@ class LearnStage:
                 self.worker_groups.turn(self.worker_group)
             with self._stop_waits:  # also ends the deferral if an update fails before its result is waited for
                 yield
+            self._resize()
             for worker_group in self.worker_groups.all:
                 if worker_group.working:
                     context.broker.put(worker_group.park())
+
+    def use_ranks(self, counts: Sequence[int]) -> None:
+        """Choose the number of ranks among these from now on, of groups whose number is `auto`. They begin with the first."""
+        self.context.autoscaler.choose_ranks(counts)
+        for group in self.worker_groups.all:
+            group.set_layout(self._layouts(counts[0]).get(group.name, group.layout))
+        if isinstance(self.context.recipe.learner.ranks, AutoCount):
+            self.worker_group.find_smaller = self._find_smaller
+
+    def _layouts(self, ranks: int) -> dict[str, RankLayout]:
+        """Return the layouts of the groups whose number of ranks is `auto`, where the learner has `ranks`."""
+        numbers = auto_ranks(self.context.recipe, ranks)
+        return {group.name: replace(group.layout, ranks=numbers[group.name]) for group in self.worker_groups.all if group.name in numbers}
+
+    def _find_smaller(self) -> RankLayout | None:
+        """Return a layout of the learner for which there are slots, if there are none for its present ranks."""
+        fewer = self.context.autoscaler.learners.fewer(self._room())
+        return None if fewer is None else self._layouts(fewer)["learner"]
+
+    def _room(self) -> int:
+        return sum(self.context.leases.nodes.slots({}).values())
+
+    def _resize(self) -> None:
+        """Choose the ranks of the next update, once the engines have this one's weights to load."""
+        autoscaler, self.resized = self.context.autoscaler, {}
+        if len(autoscaler.learners.sizes) == 1 or not self.worker_group.working:
+            return
+        decision = autoscaler.decide_ranks(self.number, self._room())
+        if decision.actors != autoscaler.ranks:
+            done = self.worker_groups.resize(self._layouts(decision.actors))
+            autoscaler.use_ranks(self.worker_group.ranks)
+            if done is not None:
+                self.resized = done.metrics
+                autoscaler.terms.reshard.observe(0.0, done.seconds)
+        self.resized |= {"learn/ranks": self.worker_group.ranks, "learn/ranks_reason": decision.reason}
 
     def start_update(self, batch: Batch, samples: Sequence[Sample]) -> Pending[tuple[UpdateStats, dict[str, Any]]]:
         """Start the updates of policy and critic, as soon as both can have slots. The result: the policy's statistics, and metrics of both.
@@ -285,6 +324,8 @@ class LearnStage:
     def _started(self, batch: Batch, samples: Sequence[Sample]) -> Pending[UpdateStats]:
         """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it."""
         began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
+        if self.worker_group.ranks != self.context.autoscaler.ranks:  # there were no slots for so many
+            self.context.autoscaler.use_ranks(self.worker_group.ranks)
         update = self.worker_group.start_update(batch, publishes=True)
         beside = self.context.recipe.rollout.rolls_out_ahead or not self.worker_groups.alone
 

@@ -114,3 +114,18 @@ def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Re
         rank=rank,
         device=device,
     )
+
+
+def auto_ranks(recipe: Recipe, ranks: int) -> dict[str, int]:
+    """Return the number of ranks of each group that is `auto`, where the learner has `ranks`.
+
+    A group whose copies of the model need another multiple keeps the fewest ranks of one copy.
+    """
+    from rlhfless_ray.recipe.section import AutoCount
+
+    found = {}
+    for name in ("learner", "critic", "reference"):
+        section = getattr(recipe, name)
+        if isinstance(section.ranks, AutoCount):
+            found[name] = ranks if ranks % section.ranks == 0 else int(section.ranks)
+    return found

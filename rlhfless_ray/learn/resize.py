@@ -19,7 +19,10 @@ LEASES_S = 5.0  # longest wait for the slots of further ranks: the planner count
 
 @dataclass(frozen=True)
 class Resharding:
-    """What a change of layout took: seconds, bytes that ranks fetched of others, and the least that they had to fetch."""
+    """What a change of layout took: seconds, bytes that ranks fetched of others, and the least that they had to fetch.
+
+    After a loss all ranks fetch the whole state, which is not counted.
+    """
 
     seconds: float
     fetched_bytes: int
@@ -35,14 +38,12 @@ class Resharding:
 
 
 def resize(group: WorkerGroup, layout: RankLayout) -> Resharding | None:
-    """Give a worker group that holds its leases another layout. Returns None if it has not changed.
+    """Give a worker group that holds its leases another layout. Returns None if it could not be changed.
 
     The state goes through the object stores of the nodes that hold it. A rank that is lost after the new ranks have their slots makes
     the group start again in the new layout, from the same state, and before that in the old one. If there are no slots for the new
     ranks, the old layout stays.
     """
-    if layout == group.layout:
-        return None
     began_s = time.monotonic()
     group.weights.wait_until_read()
     state = None if group.name == "reference" else group.snapshot()
@@ -60,7 +61,7 @@ def resize(group: WorkerGroup, layout: RankLayout) -> Resharding | None:
     except LearnerLost as lost:
         group.handle_loss(lost)
         group.assign_free_leases()
-        return None
+        return Resharding(time.monotonic() - began_s, 0, 0)
     for instance in added:
         instance.state = State.READY
     fetched, least = (sum(one["fetched"][i] for one in replies) for i in (0, 1))

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, divide_parameters, import_muon, loss_scale, parameter_groups, skipped_step
+from rlhfless_ray.learn.deepspeed_setup import (
+    deepspeed_config,
+    divide_parameters,
+    import_muon,
+    loss_scale,
+    parameter_groups,
+    restore_linear,
+    skipped_step,
+)
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
@@ -533,6 +541,7 @@ class TrainerRank:
         self.engine = self.lora = self.slices = self.sequences = None
         gc.collect()  # the engine is in cycles
         leave_process_group()
+        restore_linear()
         return former
 
     def leave_device(self) -> list[Span]:

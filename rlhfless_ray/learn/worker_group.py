@@ -78,6 +78,7 @@ class WorkerGroup(RankCalls):
         self.cutter = Cutter()  # replaced by the ranks' own once they have loaded the model
         self.scheduler = GangScheduler(pool, broker, name)
         self.set_layout(settings.layout)
+        self.find_smaller: Callable[[], RankLayout | None] = lambda: None  # a layout for which there are slots, if this has none
         self.call_s = 0.0  # seconds of the slowest rank's work in the newest update or `start_compute`
         self.weights = GroupWeights(self, shares_base)
         self.storage = GroupFiles(self)
@@ -104,6 +105,11 @@ class WorkerGroup(RankCalls):
             except LearnerLost as lost:
                 self.handle_loss(lost)
                 spare = self._living_leases(spare)
+            except RunError as error:
+                if self.by_rank or (layout := self.find_smaller()) is None:
+                    raise
+                self.recovery.say(f"{error}; it continues on {layout}")
+                self.set_layout(layout)
             else:
                 return spare
 

@@ -32,7 +32,7 @@ from rlhfless_ray.recipe.run_sections import (
     SaveConfig,
     WatchConfig,
 )
-from rlhfless_ray.recipe.section import raise_first
+from rlhfless_ray.recipe.section import AutoCount, raise_first
 from rlhfless_ray.recipe.stock_engine import mistakes_in_stock
 
 
@@ -278,6 +278,9 @@ class Recipe(RecipeFile):
         """Check that updates need nothing whose bits depend on times, see `run.exact`."""
         if not self.run.exact:
             return
+        for name in ("learner", "critic", "reference"):
+            if isinstance(getattr(self, name).ranks, AutoCount):
+                yield f"{name}.ranks: `auto` changes rounding from step to step, and run.exact keeps the bits; give a number"
         loss, rollout, logprobs = self.algorithm.loss, self.rollout, "the engines' log-probabilities"
         reads = {
             f"rollout.partial={rollout.partial}": rollout.partial != "off" and "the responses that are complete first",

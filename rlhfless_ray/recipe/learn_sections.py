@@ -9,14 +9,33 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.local_path import LocalPath
-from rlhfless_ray.recipe.section import CountOrAuto, Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto
+from rlhfless_ray.recipe.section import (
+    AutoCount,
+    CountOrAuto,
+    Decay,
+    OffIsAWord,
+    RankCount,
+    ScheduleName,
+    Section,
+    Share,
+    SwitchOrAuto,
+)
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first value that placement.peak_memory tries; processes without a planner do not import that
 
 
+def fewest_ranks(values: object) -> object:
+    """Read `ranks: auto` as the ranks that share one copy of the model, or sequences."""
+    if not isinstance(values, dict) or values.get("ranks") != "auto":
+        return values
+    sizes = [values.get(key, 1) for key in ("tensor_parallel", "sequence_parallel")]
+    return {**values, "ranks": AutoCount(math.prod(size for size in sizes if isinstance(size, int)))}
+
+
 class LearnerConfig(Section):
-    ranks: int = Field(1, ge=1)
-    """Number of ranks, which share each batch."""
+    ranks: RankCount = 1
+    """Number of ranks, which share each batch. `auto`: a run begins with the fewest that fit, and changes their number between steps if
+    measured times say that it pays back, or if there are no slots for so many any more. Weights are the same to rounding."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of ranks that share one copy of the policy (DeepSpeed AutoTP, with `zero_stage` 0, 1 or 2). Each holds a slice of every
     linear layer, and all of them work on the same samples. It must divide `ranks`, the model's heads and its feed-forward size."""
@@ -75,6 +94,8 @@ class LearnerConfig(Section):
     """The run ends after this many optimizer steps in a row were skipped for a non-finite loss or gradient."""
     deadline_s: float = Field(1800, gt=0)
     """An update that takes longer ends the run."""
+
+    _begin_with_fewest = model_validator(mode="before")(fewest_ranks)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> LearnerConfig:
@@ -147,8 +168,9 @@ def mistakes_in_precision(dtype: str, learner: LearnerConfig) -> Iterator[str]:
 class CriticConfig(Section):
     path: LocalPath = ""
     """A local Hugging Face folder of a causal LM, reward model or critic. Empty: the policy the run starts from."""
-    ranks: int = Field(1, ge=1)
-    """Number of the critic's ranks, which share each batch. ZeRO stage, micro-batches, threads and deadline are the learner's."""
+    ranks: RankCount = 1
+    """Number of the critic's ranks, which share each batch. `auto`: as many as the learner has. ZeRO stage, micro-batches, threads and
+    deadline are the learner's."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of ranks that share one copy of the critic, as with `learner.tensor_parallel`. 1: each holds all of it, or its ZeRO shard."""
     sequence_parallel: int = Field(1, ge=1)
@@ -184,6 +206,8 @@ class CriticConfig(Section):
     grad_clip: float = Field(1.0, ge=0)
     """As learner.grad_clip."""
 
+    _begin_with_fewest = model_validator(mode="before")(fewest_ranks)
+
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> CriticConfig:
         check_copies("critic", self.ranks, self.tensor_parallel, self.sequence_parallel)
@@ -194,10 +218,13 @@ class ReferenceConfig(Section):
     path: LocalPath = ""
     """A Hugging Face folder of the reference, or of the teacher that `on_policy_distill` needs. Its tokenizer must have the policy's
     vocabulary. Empty: the initial policy."""
-    ranks: int = Field(1, ge=1)
-    """Processes that share the reference's passes. Micro-batches, threads and deadline are the learner's."""
+    ranks: RankCount = 1
+    """Processes that share the reference's passes. `auto`: as many as the learner has. Micro-batches, threads and deadline are the
+    learner's."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes that share one copy of the reference, as with `learner.tensor_parallel`. 1: each holds all of it."""
+
+    _begin_with_fewest = model_validator(mode="before")(fewest_ranks)
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> ReferenceConfig:

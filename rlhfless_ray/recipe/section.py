@@ -10,7 +10,17 @@ from functools import cache, partial
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+)
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.mistakes import describe_mistake
@@ -114,6 +124,22 @@ def _count_or_auto(value: object, least: int = 1) -> object:
     raise ValueError(f"expected `auto` or a whole number of at least {least}")
 
 
+class AutoCount(int):
+    """A count that is `auto` in the recipe. As a number it is the smallest one, with which a run begins if that fits."""
+
+    def __repr__(self) -> str:
+        return "auto"
+
+    __str__ = __repr__
+
+
+def _rank_count(value: object, check: Callable[[object], int]) -> int:
+    """Read `auto` as one rank. Sections whose ranks share a model or sequences begin with more."""
+    if isinstance(value, AutoCount):
+        return value
+    return AutoCount(1) if value == "auto" else check(value)
+
+
 def _number_or_auto(value: object) -> object:
     if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
         return value
@@ -145,5 +171,8 @@ StopWords = Annotated[list[str], BeforeValidator(_stop_words)]
 Texts = Annotated[list[str], BeforeValidator(_one_or_several)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 KvSizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(partial(_count_or_auto, least=LEAST_KV_MB))]
+RankCount = Annotated[
+    int, Field(ge=1), WrapValidator(_rank_count), PlainSerializer(lambda count: "auto" if isinstance(count, AutoCount) else count)
+]
 NumberOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
 SwitchOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)]

@@ -13,7 +13,7 @@ from rlhfless_ray.recipe.local_path import LocalPath, LocalPaths
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
-from rlhfless_ray.recipe.section import MAX_ROWS, Name, RunName, Section, SwitchOrAuto, raise_first
+from rlhfless_ray.recipe.section import MAX_ROWS, AutoCount, Name, RunName, Section, SwitchOrAuto, raise_first
 
 SupervisedTask = Literal["sft", "rm", "dpo", "kto", "kd", "prm"]
 PAIRED = ("rm", "dpo")
@@ -303,6 +303,8 @@ class SupervisedRecipe(RecipeFile):
     def _mistakes_in_learner(self) -> Iterator[str]:
         """Check ranks, precision and adapters."""
         data = self.data
+        if isinstance(self.learner.ranks, AutoCount):
+            yield "learner.ranks: `auto` is for runs; give the most ranks of the stage, and the fewest as run.min_ranks"
         if self.min_ranks > self.learner.ranks:
             yield "run.min_ranks: must not exceed learner.ranks"
         if self.learner.ranks // self.learner.tensor_parallel // self.learner.sequence_parallel > data.batch_rows:

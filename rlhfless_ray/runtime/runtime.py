@@ -37,6 +37,7 @@ from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.loop import steps
 from rlhfless_ray.preflight.memory_check import check, cluster_room
+from rlhfless_ray.preflight.rank_counts import rank_counts, settings_of
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.recipe.changes import Changes, changes
@@ -141,6 +142,8 @@ class Runtime:
             check_kernels(self.recipe, resource)
             check_engines(self.recipe, config_of(self.inputs.files), resource)
             job = self.inputs.memory_fit.job
+            self.rank_counts = rank_counts(job, lambda: cluster_room(self.cluster, self.recipe, resource), slots)
+            job = job.with_settings(settings_of(self.recipe, self.rank_counts[0]))
             note = check(job, lambda: cluster_room(self.cluster, self.recipe, resource))
             least = job.least_mb() if resource == "cpu" else {}
             if not self.resume:
@@ -269,7 +272,7 @@ class Runtime:
     def _join_pool(self, resource: str) -> PoolClient:
         """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""
         recipe = self.recipe
-        ranks, engines = recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width
+        ranks, engines = self.rank_counts[0], recipe.rollout.min_actors * recipe.rollout.least_width
         least = max(ranks + engines if recipe.rollout.rolls_out_ahead else max(ranks, engines), recipe.reward.tensor_parallel)
         say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
         return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
@@ -284,7 +287,7 @@ class Runtime:
         for message in {engine.note: 0 for engine in engines.values() if engine.note}:
             record.progress.message(message)
         if self.shared_pool is not None:
-            self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, recipe.learner.ranks)
+            self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, self.rank_counts[0])
         nodes = EngineNodes(self.leases.nodes, rollout.nodes, rollout.least_width, self._learner_node, record.progress.message)
         most = {width: rollout.max_actors // (width if chooses_width else 1) for width in engines}
         limits = partial(nodes.limits, most, rollout.min_actors)
@@ -292,6 +295,7 @@ class Runtime:
         self.autoscaler.calls.obstacle = inputs.memory_fit.updates_obstacle
         at_once = inputs.memory_fit.give_back_at_once
         stages = Stages.create(context, inputs, actors, nodes.labels, at_once, private)
+        stages.learn.use_ranks(self.rank_counts)
         stages.rollout.pool.set_width(self.autoscaler.engines.width)
         source = PromptSource(inputs.prompts.train, inputs.cursor, DynamicSampling(recipe, inputs.cursor), recipe.run.episodes)
         called = stages.rollout, stages.learn, stages.score, stages.prefix, stages.accounted

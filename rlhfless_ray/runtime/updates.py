@@ -63,6 +63,7 @@ class Updates:
         with self.stages.accounted("learn", learn.phase(step.samples)):
             yield
             step.check("the end of updates.phase", StepProgress.PUBLISHED)
+        step.metrics |= learn.resized
         self.session.switch()  # what the update has cut goes on under its weights
 
     def advantages(self, step: Step, values: Sequence[float] | None = None) -> Batch:
