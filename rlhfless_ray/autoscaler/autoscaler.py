@@ -335,6 +335,8 @@ class Autoscaler(StepPredictor):
         now = self.ranks
         if self.recipe.rollout.rolls_out_ahead:
             return Hold(now, f"{now}: engines work beside updates, and are sized for the slots that these leave")
+        if self.bids is not None and not self.bids.alone:
+            return Hold(now, f"{now}: other runs share the pool")
         return self.safely(
             "choosing the learner's ranks",
             lambda: self.learners.decide(
