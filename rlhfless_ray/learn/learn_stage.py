@@ -46,6 +46,7 @@ class LearnStage:
         self.number = 0  # number of the step that runs now
         self.passes_s = 0.0  # seconds of that phase before the policy's update
         self.plan: Decision | None = None
+        self.chooses_ranks = False  # whether the number of ranks may change between steps
         self.resized: dict[str, Any] = {}  # metrics of the newest choice of ranks
         self.obstacle = obstacle(context.recipe)
         self.learned: dict[SampleId, Trained] = {}  # the step's samples whose gradients have been requested
@@ -263,6 +264,7 @@ class LearnStage:
     def use_ranks(self, counts: Sequence[int]) -> None:
         """Choose the number of ranks among these from now on, of groups whose number is `auto`. They begin with the first."""
         self.context.autoscaler.choose_ranks(counts)
+        self.chooses_ranks = len(counts) > 1
         for group in self.worker_groups.all:
             group.set_layout(self._layouts(counts[0]).get(group.name, group.layout))
         if isinstance(self.context.recipe.learner.ranks, AutoCount):
@@ -284,7 +286,7 @@ class LearnStage:
     def _resize(self) -> None:
         """Choose the ranks of the next update, once the engines have this one's weights to load."""
         autoscaler, self.resized = self.context.autoscaler, {}
-        if len(autoscaler.learners.sizes) == 1 or not self.worker_group.working:
+        if not self.chooses_ranks or not self.worker_group.working:
             return
         decision = autoscaler.decide_ranks(self.number, self._room())
         if decision.actors != autoscaler.ranks:
@@ -324,7 +326,7 @@ class LearnStage:
     def _started(self, batch: Batch, samples: Sequence[Sample]) -> Pending[UpdateStats]:
         """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it."""
         began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
-        if self.worker_group.ranks != self.context.autoscaler.ranks:  # there were no slots for so many
+        if self.chooses_ranks and self.worker_group.ranks != self.context.autoscaler.ranks:  # there were no slots for so many
             self.context.autoscaler.use_ranks(self.worker_group.ranks)
         update = self.worker_group.start_update(batch, publishes=True)
         beside = self.context.recipe.rollout.rolls_out_ahead or not self.worker_groups.alone
