@@ -9,17 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.local_path import LocalPath
-from rlhfless_ray.recipe.section import (
-    AutoCount,
-    CountOrAuto,
-    Decay,
-    OffIsAWord,
-    RankCount,
-    ScheduleName,
-    Section,
-    Share,
-    SwitchOrAuto,
-)
+from rlhfless_ray.recipe.section import AutoCount, CountOrAuto, Decay, OffIsAWord, RankCount, ScheduleName, Section, Share, SwitchOrAuto
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first value that placement.peak_memory tries; processes without a planner do not import that
 
