@@ -126,6 +126,9 @@ class HeldSlices(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         return self.read(TensorSlice.whole(name, self._shape(name)))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.held  # a mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.held)
 
