@@ -276,7 +276,7 @@ def test_an_update_is_asked_at_once_and_again_when_a_rank_was_lost(monkeypatch):
     monkeypatch.setattr(worker_group, "pending", lambda refs: refs)
     assert not update.is_ready() and not update.has_failed()
     monkeypatch.setattr(worker_group, "pending", lambda refs: [])
-    monkeypatch.setattr("rlhfless_ray.learn.worker_group.has_raised", lambda ref: True)
+    monkeypatch.setattr("rlhfless_ray.learn.rank_calls.has_raised", lambda ref: True)
     assert update.is_ready() and update.has_failed()
     assert asked == ["update"] and not free and worker_group.recovery.restarts == 0, "a query replaces no rank"
     assert update.result() is update.result() is stats
