@@ -17,17 +17,13 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import one_line_with_type
-from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
-from rlhfless_ray.engine.engine_arguments import common_arguments, read_stop_tokens
+from rlhfless_ray.engine.engine_arguments import common_arguments
 from rlhfless_ray.engine.engine_settings import EngineSettings
-from rlhfless_ray.engine.protocol import EngineStats
-from rlhfless_ray.engine.running_requests import RunningRequests
-from rlhfless_ray.engine.stop_strings import StopStrings
-from rlhfless_ray.engine.token_deltas import ENDS, TokenDeltas
+from rlhfless_ray.engine.stepped_engine import SteppedEngine, check_weights_used
 from rlhfless_ray.local.member_process import call_after_end, exit_as_lost
 from rlhfless_ray.local.process_memory import own_memory_mb
 from rlhfless_ray.prefix.block_hash import salt
-from rlhfless_ray.types import EngineStep, Request, Span
+from rlhfless_ray.types import EngineStep, Request
 from rlhfless_ray.weights.channel import PublishedVersion
 from rlhfless_ray.weights.tensor_file import as_tensor, save_tensors, write_file
 
@@ -70,7 +66,7 @@ class ReceivedTokens:
         self.outputs.pop(number, None)
 
 
-class StockEngine:
+class StockEngine(SteppedEngine):
     """Implements `Engine`."""
 
     def __init__(
@@ -93,17 +89,12 @@ class StockEngine:
         from vllm import EngineArgs, LLMEngine
 
         self.on_cpu = settings.device == "cpu"
-        self.version: int | None = None
         self.lost, self.closing = lost, False
-        self.stop_strings = StopStrings(tokenizer)
-        self.stop_token_ids = read_stop_tokens(folder, settings.end_token_id)
         self.received = ReceivedTokens()
-        self.live = RunningRequests(self.received)
+        super().__init__(folder, settings, tokenizer, self.received)
         self.names: dict[str, int] = {}  # numbers of the requests by vLLM's name
         self.named: dict[int, str] = {}  # the reverse
-        self.steps: list[EngineStep] = []
-        self.spans: list[Span] = []
-        self.last_s = 0.0  # time of the last step's end
+        self.last_s = 0.0  # when the last step ended, or work began
         arguments = EngineArgs(
             **common_arguments(folder, settings, "dummy"),
             logprobs_mode="processed_logprobs",  # of the distribution that tokens are drawn from
@@ -149,11 +140,8 @@ class StockEngine:
                 files[tensor] = f"{i}.safetensors"
                 write_file(Path(name) / files[tensor], save_tensors({tensor: as_tensor(np.asarray(array))}))
             found = self._call("rlhfless_load", name, files, self.on_cpu)
-        missing, unused = (sorted({name for one in found for name in one[kind]}) for kind in (0, 1))
-        if missing:
-            raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {missing[0]} first")
-        if unused:
-            raise ValueError(f"vLLM does not use {len(unused)} biases of weight version {version}, {unused[0]} first; use another model")
+        missing, unused = ({name for one in found for name in one[kind]} for kind in (0, 1))
+        check_weights_used(version, missing, unused)
         self.version = version
         for number in running:
             self._submit(number)
@@ -174,46 +162,12 @@ class StockEngine:
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
-    def generate(
-        self, requests: Iterable[Request], interval_s: float = float("inf"), control_queue: ControlQueue | None = None
-    ) -> Iterator[TokenDeltas]:
-        """Yield new tokens, see `Engine.generate`. Commands are carried out between two outputs of vLLM."""
-        if self.version is None:
-            raise RuntimeError("this engine has no weights yet: load a version first")
-        fresh: set[int] = set()  # added by a command, without a token yet
-        try:
-            self._add(requests)
-            last = self.last_s = time.perf_counter()
-            while True:
-                for command in control_queue.take() if control_queue else ():
-                    fresh |= self._carry_out(command)
-                    if command.cut:
-                        yield self.live.take_deltas(self.version)
-                if not self.live:
-                    if control_queue is None or control_queue.close_if_empty():
-                        return
-                    continue
-                has_awaited = self._receive(self.engine.step())
-                begun, now = self.live.find_begun(fresh), time.perf_counter()
-                if begun or has_awaited or not self.live.decoding or now - last >= interval_s:
-                    fresh -= begun
-                    yield self.live.take_deltas(self.version)
-                    last = now
-        finally:  # also if the caller stops iterating
-            self._abort(list(self.live.rows))
-            self.live.forget(self.live.rows)
-            self.received.take()
-
-    def _carry_out(self, command: EngineCommand) -> set[int]:
-        """Carry out a command, and return the numbers of the added requests. Cuts of requests that have ended are ignored."""
-        begin = time.time()
-        self._abort(self.live.cut(command.cut))
-        added = self._add(command.add)
-        if command.what:
-            self.spans.append(Span("transfer", command.what, begin, time.time()))
-        return added
+    def _step(self) -> bool:
+        return self._receive(self.engine.step())
 
     def _add(self, requests: Iterable[Request]) -> set[int]:
+        if not self.live:
+            self.last_s = time.perf_counter()
         numbers = [self.live.add(request) for request in requests]
         for number in numbers:
             self._submit(number)
@@ -272,7 +226,7 @@ class StockEngine:
             self.received.add(number, tokens, [known[token].logprob for known, token in zip(logprobs, tokens, strict=True)])
             if output.finished:
                 del self.names[self.named.pop(number)]
-            if self._end(number, answer.finish_reason if output.finished else None):
+            if self._has_ended(number, answer.finish_reason if output.finished else None):
                 awaited |= row.request.awaited
         now = time.perf_counter()
         if running:
@@ -280,29 +234,17 @@ class StockEngine:
         self.last_s = now
         return awaited
 
-    def _end(self, number: int, finish_reason: str | None) -> bool:
+    def _has_ended(self, number: int, finish_reason: str | None) -> bool:
         """End a request whose new tokens complete a stop word, or that vLLM has finished. Returns whether it has ended."""
-        row, tokens = self.live.rows[number], self.received.outputs[number]
-        request = row.request
-        for count in range(row.searched + 1, len(tokens) + 1) if request.stop else ():
-            if self.stop_strings.has_completed(tokens[:count], request.stop, request.generated, request.min_tokens):
-                self._abort([number])
-                self.live.end(number, tokens[:count], ENDS.index("stop"))
-                return True
-        row.searched = len(tokens)
-        if finish_reason is None:
-            return False
-        if finish_reason not in ENDS[1:3]:
-            raise RuntimeError(f"vLLM ended request {request.key} as {finish_reason!r}")
-        self.live.end(number, tokens, ENDS.index(finish_reason))
-        return True
+        tokens = self.received.outputs[number]
+        if self._find_stop_word(number, tokens, len(tokens)) is not None:
+            self._abort([number])
+            return True
+        if finish_reason is not None:
+            self._end(number, tokens, finish_reason)
+        return finish_reason is not None
 
     # ---- the engine itself ----------------------------------------------------------------------------------------
-
-    def take_stats(self) -> EngineStats:
-        stats = EngineStats(self.steps, self.spans, time.time())
-        self.steps, self.spans = [], []
-        return stats
 
     def memory_mb(self) -> float:
         family = {one for child in self.processes if child.is_running() for one in (child, *child.children(recursive=True))}

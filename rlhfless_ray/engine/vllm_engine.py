@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rlhfless_ray.common.errors import one_line_with_type
-from rlhfless_ray.engine.control_queue import ControlQueue, DraftNews, EngineCommand
-from rlhfless_ray.engine.engine_arguments import engine_arguments, read_stop_tokens
+from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
+from rlhfless_ray.engine.engine_arguments import engine_arguments
 from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.prepare_vllm import install_sampler, prepare, use_fast_products
-from rlhfless_ray.engine.protocol import EngineStats
-from rlhfless_ray.engine.running_requests import RunningRequests
-from rlhfless_ray.engine.stop_strings import StopStrings
-from rlhfless_ray.engine.token_deltas import CUT, ENDS, TokenDeltas
+from rlhfless_ray.engine.stepped_engine import SteppedEngine, check_weights_used
+from rlhfless_ray.engine.token_deltas import CUT, TokenDeltas
 from rlhfless_ray.engine.worker_weights import (
     check_weights,
     drop_memory,
@@ -36,7 +34,7 @@ from rlhfless_ray.local.process_memory import own_memory_mb, release_free_heap, 
 from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
-from rlhfless_ray.types import EngineStep, Request, Span
+from rlhfless_ray.types import EngineStep, Request
 from rlhfless_ray.weights.channel import PublishedVersion, WeightChannel
 from rlhfless_ray.weights.compare import differing
 
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 LARGE_BYTES = 100e6  # of weights; from here on memory that a load leaves on the heap is worth the milliseconds to release it
 
 
-class VllmEngine:
+class VllmEngine(SteppedEngine):
     """The exact engine: vLLM in this process with keyed sampling. Implements `Engine`."""
 
     def __init__(
@@ -72,19 +70,14 @@ class VllmEngine:
         use_fast_products(settings.dtype, on_cpu)
         from vllm import LLMEngine
 
-        self.version: int | None = None
         self.adapter, self.has_base = settings.adapter, False
         self.adapter_request: Any = None  # vLLM's name of the adapter, for each request
         self.reference_engines: list[VllmEngine] = []  # see `differing`
-        self.stop_strings = StopStrings(tokenizer)
         self.width = settings.tensor_parallel
         self.pages: PageStore | None = PageStore() if settings.prefix_kv else None
         self.kept_pages: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
-        self.steps: list[EngineStep] = []
         # Other processes stretch the time of a step on the clock. This thread's time does not tell how long a device or members work.
         self.work_clock = time.thread_time if on_cpu and self.width == 1 else time.perf_counter
-        self.spans: list[Span] = []  # spans of commands
-        self.stop_token_ids = read_stop_tokens(folder, settings.end_token_id)
         self.max_model_len = settings.max_model_len
         with self._naming(architectures, "build"):
             self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format, drafter))
@@ -98,7 +91,7 @@ class VllmEngine:
         # Otherwise vLLM fills up requests whose prompt is cached with drafts of -1, for CUDA graphs. A step that reads none would fail.
         core.scheduler.num_spec_tokens = 0
         core.check_for_draft_tokens = False  # a call of all members after each step: the drafter gives its drafts to the scheduler itself
-        self.live = RunningRequests(self.sampler)
+        super().__init__(folder, settings, tokenizer, self.sampler)
         if self.width > 1 and self.pages is not None and self.pages.kind is not None:
             from rlhfless_ray.prefix.connector import join_parts
 
@@ -139,10 +132,7 @@ class VllmEngine:
     def _replace_weights(self, version: int, weights: Mapping[str, np.ndarray]) -> None:
         by_member = self._call_workers(reload_weights, weights, self.on_cpu)
         missing, unused = (set().union(*found) for found in zip(*by_member, strict=True))
-        if missing:
-            raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
-        if unused:
-            raise ValueError(f"vLLM does not use {len(unused)} biases of weight version {version}, {min(unused)} first; use another model")
+        check_weights_used(version, missing, unused)
 
     def _call_workers(self, function: Callable[..., Any], *args: object) -> list[Any]:
         """Return what `function(worker, *args)` returns in every member's vLLM worker."""
@@ -180,53 +170,6 @@ class VllmEngine:
         shapes = {name: array.shape for name, array in weights.items()}
         return sorted({name for own, new in zip(fingerprints, wanted, strict=True) for name in differing(own, new, shapes, fused)})
 
-    def generate(
-        self, requests: Iterable[Request], interval_s: float = float("inf"), control_queue: ControlQueue | None = None
-    ) -> Iterator[TokenDeltas]:
-        """Yield new tokens about every `interval_s` seconds until every request has ended or been cut.
-
-        Commands of `control_queue` are carried out between two steps. The tokens of a cut request, the first token of an added
-        request and the end of an `awaited` one are yielded at once. Raises RuntimeError without weights, for a key that is running
-        already, and if tokens and log-probabilities do not match.
-        """
-        if self.version is None:
-            raise RuntimeError("this engine has no weights yet: load a version first")
-        fresh: set[int] = set()  # added by a command, without a token yet
-        try:
-            self._add(requests)
-            last = time.perf_counter()
-            while True:
-                for command in control_queue.take() if control_queue else ():
-                    fresh |= self._carry_out(command)
-                    if command.cut:
-                        yield self._take_deltas(self.version)
-                if not self.live:
-                    if control_queue is None or control_queue.close_if_empty():
-                        return
-                    continue
-                start, work_start = time.perf_counter(), self.work_clock()
-                self.sampler.reset_counts()
-                outputs = self._step()
-                work_s = self.work_clock() - work_start
-                if self.drafter is not None:
-                    self.drafter.look_up()
-                now = time.perf_counter()
-                self._record_step(now - start, work_s)
-                has_awaited = self._record_ends(outputs)
-                begun = self.live.find_begun(fresh)
-                if begun or has_awaited or not self.live.decoding or now - last >= interval_s:
-                    fresh -= begun
-                    yield self._take_deltas(self.version)
-                    last = now
-        finally:  # also if the caller stops iterating
-            self.engine.abort_request([str(number) for number in self.live.rows])
-            self.live.forget(self.live.rows)
-            self.sampler.take()
-            self.experts.clear()
-            if self.pages is not None:
-                self.pages.computed.clear()
-                self.pages.copied.clear()
-
     def _record_step(self, seconds: float, work_s: float) -> None:
         drawn, drafter = self.sampler, self.drafter
         counts = drawn.running, drawn.new_tokens, drawn.context_tokens
@@ -238,9 +181,26 @@ class VllmEngine:
         self.steps.append(EngineStep(*counts, seconds, drafted, accepted, drafter.draft_s, by_model, work_s))
         drafter.observe_step(self.steps[-1], drawn.tried)
 
-    def _step(self) -> list[Any]:
+    def _step(self) -> bool:
+        start, work_start = time.perf_counter(), self.work_clock()
+        self.sampler.reset_counts()
         with self._naming(self.engine.model_config.architectures, "compute"):
-            return self.engine.step()
+            outputs = self.engine.step()
+        work_s = self.work_clock() - work_start
+        if self.drafter is not None:
+            self.drafter.look_up()
+        self._record_step(time.perf_counter() - start, work_s)
+        return self._record_ends(outputs)
+
+    def _abort(self, numbers: Iterable[int]) -> None:
+        self.engine.abort_request([str(number) for number in numbers])
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.experts.clear()
+        if self.pages is not None:
+            self.pages.computed.clear()
+            self.pages.copied.clear()
 
     @contextmanager
     def _naming(self, architectures: Sequence[str], action: str) -> Iterator[None]:
@@ -268,21 +228,21 @@ class VllmEngine:
         return replace(deltas, computed={key: tokens for key, tokens in known.items() if tokens is not None})
 
     def _carry_out(self, command: EngineCommand) -> set[int]:
-        """Carry out a command, and return the numbers of the added requests. Cuts of requests that have ended are ignored."""
-        begin, names = time.time(), [str(key) for key in command.cut]
+        added = super()._carry_out(command)
+        self.update_drafts(command.drafts)
+        return added
+
+    def _cut(self, command: EngineCommand) -> None:
+        """Cut requests, and keep pages of KV cache that the command asks for."""
+        names = [str(key) for key in command.cut]
         keep = self.pages is not None and not self.pages.refused and command.ticket
         if self.pages is not None and keep:
             self.pages.request_save(names, after_copy=command.after_copy)
-        self.engine.abort_request([str(number) for number in self.live.cut(command.cut)])
+        super()._cut(command)
         if self.pages is not None and keep:
             self.kept_pages.setdefault(command.ticket, {}).update(self.pages.take_saved(names))  # a cut may be sent twice
         if command.copy and self.pages is not None:
             self.kept_pages[command.ticket] = self._copy_pages(command.copy)
-        added = self._add(command.add)
-        self.update_drafts(command.drafts)
-        if command.what:
-            self.spans.append(Span("transfer", command.what, begin, time.time()))
-        return added
 
     def _copy_pages(self, keys: Sequence[int]) -> dict[bytes, np.ndarray]:
         """Return {address: page} of the full KV blocks of running requests, which go on."""
@@ -343,9 +303,7 @@ class VllmEngine:
         for number, answer in ended.items():
             if number not in self.live.rows or self.live.rows[number].ended is not None:
                 continue
-            if answer.finish_reason not in ENDS[1:3]:
-                raise RuntimeError(f"vLLM ended request {self.live.rows[number].request.key} as {answer.finish_reason!r}")
-            self.live.end(number, answer.token_ids, ENDS.index(answer.finish_reason))
+            self._end(number, answer.token_ids, answer.finish_reason)
             if self.drafter is not None:
                 self.drafter.finish(number, answer.token_ids)
             awaited |= self.live.rows[number].request.awaited
@@ -364,32 +322,20 @@ class VllmEngine:
     def _end_at_stop_words(self, lengths: dict[int, int]) -> bool:
         """End the requests that have generated a stop word, and return whether one of them is awaited.
 
-        `lengths`: {request: tokens} of the requests that vLLM has ended. Tokens after a response's end, which a step with drafts may have
-        drawn, do not count. Call this before vLLM's ends are recorded, so that a stop word in the last token counts as "stop" instead of
-        "length".
+        `lengths`: {request: tokens} of the requests that vLLM has ended. Call this before vLLM's ends are recorded, so that a stop word in
+        the last token counts as "stop" instead of "length".
         """
         ended = []
         for number, row in self.live.rows.items():
             if row.request.stop and row.ended is None:
                 tokens = self.sampler.outputs.get(number, [])
-                length = lengths.get(number, len(tokens))
-                for count in range(row.searched + 1, length + 1):
-                    response = tokens if count == len(tokens) else tokens[:count]  # without drafts a step copies no response
-                    if self.stop_strings.has_completed(response, row.request.stop, row.request.generated, row.request.min_tokens):
-                        self.live.end(number, response, ENDS.index("stop"))
-                        ended.append(number)
-                        if self.drafter is not None:
-                            self.drafter.finish(number, response)
-                        break
-                row.searched = length
-        self.engine.abort_request([str(number) for number in ended])
+                response = self._find_stop_word(number, tokens, lengths.get(number, len(tokens)))
+                if response is not None:
+                    ended.append(number)
+                    if self.drafter is not None:
+                        self.drafter.finish(number, response)
+        self._abort(ended)
         return any(self.live.rows[number].request.awaited for number in ended)
-
-    def take_stats(self) -> EngineStats:
-        """Return the records of steps and the spans of commands since the last call."""
-        stats = EngineStats(self.steps, self.spans, time.time())
-        self.steps, self.spans = [], []
-        return stats
 
     def park(self) -> float:
         """Release the memory of weights and KV cache while no lease is held, see `Engine.park`. Call `load` before any other work."""
