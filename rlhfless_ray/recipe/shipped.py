@@ -9,8 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = (
     PACKAGE.parent / "recipes",  # a checkout
     Path(sys.prefix) / "share" / "rlhfless-ray" / "recipes",  # `data_files` of the wheel
-    PACKAGE.parents[3] / "share" / "rlhfless-ray" / "recipes",  # lib/python3.x/site-packages of another prefix
-    PACKAGE.parent / "share" / "rlhfless-ray" / "recipes",  # `pip install --target`
+    *(folder / "share" / "rlhfless-ray" / "recipes" for folder in PACKAGE.parents[:4]),  # the same below another prefix
 )
 
 
