@@ -9,6 +9,7 @@ import json
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,31 @@ def api(module: str) -> str:
     return "\n".join(lines)
 
 
+def openrlhf_flags() -> str:
+    """Return a table of the flags of OpenRLHF's newest version: older names, class, and recipe keys."""
+    from rlhfless_ray.compat.openrlhf.flag_table import RULES
+    from rlhfless_ray.compat.openrlhf.flags import all_flags, history, newest
+    from rlhfless_ray.compat.openrlhf.normalise import targets
+    from rlhfless_ray.compat.openrlhf.rules import KINDS
+
+    older: dict[str, list[str]] = {}
+    for flag in all_flags():
+        for name in targets(flag):
+            if f"--{name}" != flag:
+                spans = history(flag)
+                older.setdefault(name, []).append(f"`{flag}` {spans[0].since}–{spans[-1].until}")
+    lines = [f"| flag of {newest()} | older names | here | recipe |", "|---|---|---|---|"]
+    lines += [
+        f"| `--{rule.name}` | {', '.join(older.get(rule.name, []))} | {KINDS[rule.kind]} | {', '.join(f'`{key}`' for key in rule.keys)} |"
+        for rule in RULES
+    ]
+    gone = [flag for flag in all_flags() if not targets(flag)]
+    lines += ["", f"Without effect in OpenRLHF too, and here: {', '.join(f'`{flag}`' for flag in gone)}."]
+    counts = Counter(KINDS[rule.kind] for rule in RULES)
+    lines += ["", f"{len(RULES)} flags: " + ", ".join(f"{count} {text}" for text, count in counts.most_common()) + "."]
+    return "\n".join(lines)
+
+
 def results() -> str:
     """Return a table of each benchmark: quantity, measured value, target, and whether it is met."""
     lines: list[str] = []
@@ -158,5 +184,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "api-rlhfless_ray": lambda: api("rlhfless_ray"),
     "api-placement": lambda: api("placement"),
+    "openrlhf-flags": openrlhf_flags,
     "results": results,
 }
