@@ -8,7 +8,8 @@ elastic  the plan of each step decides how many cores each phase leases
 Draws who held which core during the same steps of both runs (docs/images/timelines.svg) and writes results/timelines.json.
 `--draw` draws the picture again from that file. `--report` also takes a picture of the elastic run's report
 (docs/images/report.png), for which chromium must be on PATH. `--lag` draws synchronous steps beside partial rollouts instead
-(docs/images/timelines_lag.svg).
+(docs/images/timelines_lag.svg), and `--ppo` steps of recipes/ppo.yaml whose calls take turns or run side by side
+(docs/images/timelines_ppo.svg).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import train
 
 IMAGES = ROOT / "docs" / "images"
-COLOURS = {"rollout": "#2f6fd0", "learn": "#dc7f14", "score": "#23946a"}
+COLOURS = {"rollout": "#2f6fd0", "learn": "#dc7f14", "score": "#23946a", "critic": "#b8433f", "reference": "#8459c9"}
+WORDS = {"rollout": "generating", "learn": "policy learning", "score": "scoring", "critic": "critic", "reference": "reference"}
 MIN_VISIBLE_S = 0.012  # scoring takes 2 ms: drawn this wide so that it can be seen
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
@@ -46,6 +48,9 @@ def lags(prefer: float) -> dict[str, list[str]]:
     in_turn = ["rollout.partial=continue", "rollout.max_lag_steps=1"]
     of = {"synchronous steps": [], "partial rollouts in turn, bound 1": in_turn, "partial rollouts beside the update, bound 2": beside}
     return {name: [f"objective.prefer={prefer:g}", *overrides] for name, overrides in of.items()}
+
+
+ORDERS = {"calls take turns": ["plan.search=fixed"], "calls side by side": ["plan.search=auto"]}
 
 
 def run(overrides: list[str], recipe: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -105,11 +110,11 @@ def draw(content: dict[str, Any], path: Path) -> None:
     if is_busy:
         label += "; other programs ran beside it: compare the leases, not the times"
     axes[-1].set_xlabel(label)
-    names = {"generating": COLOURS["rollout"], "learning": COLOURS["learn"], "scoring": COLOURS["score"]}
-    handles = [Patch(color=colour, label=label) for label, colour in names.items()]
+    kinds = {row["kind"] for mode in content["modes"].values() for row in mode["leases"]}
+    handles = [Patch(color=COLOURS[kind], label=label) for kind, label in WORDS.items() if kind in kinds]
     handles.append(Patch(facecolor="#e3e6ea", edgecolor="#b4bac2", hatch="////", label="leased, no work"))
     handles.append(Patch(facecolor="white", edgecolor="#b4bac2", label="not leased"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside upper center", ncols=7, frameon=False, fontsize=9)
     save_svg(figure, path)
 
 
@@ -140,12 +145,15 @@ def main() -> None:
     parser.add_argument("--shown", type=int, default=4, help="number of steps to draw")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="longest time for one run")
     parser.add_argument("--lag", action="store_true", help="draw synchronous steps and partial rollouts")
+    parser.add_argument("--ppo", action="store_true", help="draw steps of PPO whose calls take turns, and side by side")
     parser.add_argument("--draw", action="store_true", help="run nothing; draw results/<name>.json again")
     parser.add_argument("--report", action="store_true", help="also take a picture of the elastic run's report")
     parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs; the picture goes to results/quick/")
     options = parser.parse_args()
     if options.lag:
         options.name = "timelines_lag"
+    if options.ppo:
+        options.name, options.recipe, options.shown = "timelines_ppo", ROOT / "recipes" / "ppo.yaml", 2
     if options.draw:
         draw(json.loads((FOLDER / f"{options.name}.json").read_text()), IMAGES / f"{options.name}.svg")
         return
@@ -167,12 +175,12 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="rlhfless-timelines-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
-        chosen = lags(options.prefer) if options.lag else modes(options.cores, options.prefer)
+        chosen = ORDERS if options.ppo else lags(options.prefer) if options.lag else modes(options.cores, options.prefer)
         for place, (name, overrides) in enumerate(chosen.items()):
             console.print(f"{name}: {options.steps} steps", highlight=False)
             found[name] = run(overrides, options.recipe, scratch / f"{place}", options)
         tokens = {name: mode.pop("tokens") for name, mode in found.items()}
-        if not options.lag and tokens["fixed pools"] != tokens["elastic pools"]:
+        if not (options.lag or options.ppo) and len({tuple(of_run) for of_run in tokens.values()}) > 1:  # orders of calls round differently
             raise RuntimeError("the two runs generated different numbers of tokens, so they cannot be compared")
         path = save(options.name, {**content, "modes": found}, console=console, quick=options.quick)  # before any picture changes
         if options.report:
