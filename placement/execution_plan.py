@@ -5,17 +5,14 @@ Calls that share a slot take turns, and others run side by side. A plan is chose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.call_schedule import Option, Problem
-from placement.calls import StepGraph
+from placement.call_schedule import Problem
 from placement.layouts import Layout
-from placement.layouts import NoLayout as NoLayout
 from placement.planning.objective import Objective
-from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, pays_back, preferred_value
+from placement.scaling.resize_policy import preferred_value
 from placement.schedule_search import Found, Goal, ScheduleSearch
 
 MANY = 1000.0  # slots' worth of a second if only time counts
@@ -54,124 +51,34 @@ class ExecutionPlan:
         raise KeyError(name)
 
 
-def plan_calls(
-    graph: StepGraph, slots: int, times: Mapping[str, Mapping[int, float]], *, value_per_s: float, fixed: Mapping[str, int] | None = None
-) -> ExecutionPlan:
-    """Plan the calls of a step, or of a part of it, on interchangeable slots of one node.
-
-    Parameters
-    ----------
-    graph : StepGraph
-        The calls.
-    slots : int
-        How many slots there are.
-    times : mapping
-        Seconds of each call by its number of slots. The numbers are the candidates; those above `slots` are left out.
-    value_per_s : float
-        Worth of a second of the step, in slot-seconds (`resize_policy.time_value`).
-    fixed : mapping, optional
-        Numbers of slots that calls must have.
-
-    Raises
-    ------
-    NoLayout
-        If a call has no candidate.
-
-    Examples
-    --------
-    >>> from placement.calls import Features, TRAIN_CRITIC, TRAIN_POLICY, part, step_graph
-    >>> updates = part(step_graph(Features(values=True)), (TRAIN_CRITIC, TRAIN_POLICY))
-    >>> plan = plan_calls(updates, 2, {TRAIN_CRITIC: {1: 0.7, 2: 0.6}, TRAIN_POLICY: {1: 0.7, 2: 0.6}}, value_per_s=1.0)
-    >>> [(call.call, call.slots, call.start_s) for call in plan.calls], plan.seconds
-    ([('critic update', (0,), 0.0), ('policy update', (1,), 0.0)], 0.7)
-    """
-    fixed = fixed or {}
-    options: dict[str, list[Option]] = {}
-    for call in graph.calls:
-        candidates = times[call.name]
-        wanted = fixed.get(call.name)
-        options[call.name] = [
-            Option(Layout(data=count), seconds)
-            for count, seconds in sorted(candidates.items())
-            if count <= slots and wanted in (None, count)
-        ]
-        if not options[call.name]:
-            limit = f"{slots} slots" if wanted is None else f"{wanted} of {slots} slots"
-            nearest = min(candidates, key=lambda count: abs(count - (wanted or slots)))
-            raise NoLayout(f"{call.name}: cannot run on {limit}; the nearest number that it can run on is {nearest}")
-    problem = Problem(graph, options, 1, slots)
-    return execution_plan(problem, ScheduleSearch(problem).best(Goal(value_per_s)))
-
-
-def plan_step(problem: Problem, objective: Objective, running: ExecutionPlan | None = None) -> tuple[ExecutionPlan, float]:
+def plan_step(problem: Problem, objective: Objective) -> tuple[ExecutionPlan, float]:
     """Return the plan that meets an objective best, and the worth of a second by which it was chosen.
 
-    Where none meets a deadline or a budget, the nearest plan is returned, and its reason says so. running: the plan to begin with.
+    Where none meets a deadline or a budget, the nearest plan is returned, and its reason says so.
     """
-    search, start = ScheduleSearch(problem), _layouts(running)
+    search = ScheduleSearch(problem)
     least_slot_s = sum(min(one.slot_seconds for one in problem.options[call.name]) for call in problem.graph.calls)
-    fastest = search.best(Goal(MANY * problem.slots), start)
+    fastest = search.best(Goal(MANY * problem.slots))
     of_time = preferred_value(1.0, least_slot_s, fastest.seconds)
     met, value_per_s = "", of_time
     if objective.deadline_s is not None:
         value_per_s = 0.0
-        found = search.best(Goal(0.0, most_s=objective.deadline_s), start)
+        found = search.best(Goal(0.0, most_s=objective.deadline_s))
         if not found.is_allowed:
             found, met = fastest, f"no plan takes {objective.deadline_s:g} s or less; the fastest takes "
     elif objective.budget is not None:
-        found = search.best(Goal(MANY * problem.slots, most_slot_s=objective.budget), start)
+        found = search.best(Goal(MANY * problem.slots, most_slot_s=objective.budget))
         if not found.is_allowed:
-            found, met = search.best(Goal(0.0), start), f"no plan costs {objective.budget:g} slot-s or less; the cheapest takes "
+            found, met = search.best(Goal(0.0)), f"no plan costs {objective.budget:g} slot-s or less; the cheapest takes "
     else:
         if objective.knee:
-            cheapest = search.best(Goal(0.0), start)
+            cheapest = search.best(Goal(0.0))
             value_per_s = (fastest.slot_seconds - cheapest.slot_seconds) / max(cheapest.seconds - fastest.seconds, 1e-12)
         elif objective.prefer is not None:
             value_per_s = preferred_value(objective.prefer, least_slot_s, fastest.seconds)
-        found = search.best(Goal(value_per_s), start)
+        found = search.best(Goal(value_per_s))
     plan = execution_plan(problem, found)
     return replace(plan, reason=met + plan.reason), value_per_s
-
-
-def replan(
-    problem: Problem,
-    objective: Objective,
-    running: ExecutionPlan,
-    *,
-    once_s: Callable[[ExecutionPlan], float],
-    lasts: float,
-    payback: float = MAX_COST_SHARE,
-) -> ExecutionPlan:
-    """Return the plan for the next step: a new one, or the running one unless a change pays back while it lasts.
-
-    Parameters
-    ----------
-    problem : Problem
-        The choices, with today's times and memory.
-    running : ExecutionPlan
-        The plan of the last step. Where one of its layouts is no choice any more, the change is urgent.
-    once_s : callable
-        Seconds, once, that a change to a plan takes: restarts, resharding of trained state, parking.
-    lasts : float
-        Steps that the new plan will probably last (`ResizeHistory.horizon`).
-    payback : float
-        Share of the saving over these steps that the change may cost (Nereus).
-    """
-    plan, value_per_s = plan_step(problem, objective, running)
-    stay = ScheduleSearch(problem).of(_layouts(running))
-    if stay is None:
-        return replace(plan, reason=f"the running plan is not possible any more: {plan.reason}")
-    if _layouts(plan) == _layouts(running):
-        return plan
-    before = stay.value(value_per_s)
-    saving = before - plan.slot_seconds - value_per_s * plan.seconds
-    pays, why = pays_back(saving, before, (problem.slots + value_per_s) * once_s(plan), lasts, payback, MIN_SAVING)
-    chosen = plan if pays else execution_plan(problem, stay)
-    return replace(chosen, reason=f"{chosen.reason}; {'a change' if pays else 'as before: a change'} {why}")
-
-
-def _layouts(plan: ExecutionPlan | None) -> list[tuple[str, Layout]]:
-    return [] if plan is None else [(call.call, call.layout) for call in plan.calls]
 
 
 def execution_plan(problem: Problem, found: Found) -> ExecutionPlan:

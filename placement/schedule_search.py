@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from placement.call_schedule import Option, Problem, Scheduler, Schedules
-from placement.layouts import Layout
 
 MAX_CHOICES = 1 << 17  # ways to choose an option for each call that are searched exactly
 MAX_ORDERS = 256
@@ -24,7 +23,6 @@ CHAINS, MOVES = 64, 250
 EXCHANGES = 0.2  # share of moves that exchange two calls
 PAIRS = 0.5  # share of the other moves that also let another call run beside the first
 TEMPERATURES = (0.05, 0.0005)  # first and last, as a share of the value
-Layouts = Sequence[tuple[str, Layout]]  # calls by name, in order of their starts
 OVER = 100.0  # penalty of what exceeds a limit, as a multiple of the whole cost
 SLACK = 1e-9  # relative: sums of the same numbers in another order
 
@@ -63,10 +61,6 @@ class Found:
     def seconds(self) -> float:
         return float(self.schedules.seconds[0])
 
-    def value(self, value_per_s: float) -> float:
-        """Return the cost of the schedule, with its seconds at their worth."""
-        return self.slot_seconds + value_per_s * self.seconds
-
     @property
     def slot_seconds(self) -> float:
         return float(self.schedules.slot_seconds[0])
@@ -86,45 +80,21 @@ class ScheduleSearch:
         """Whether an exact search is tried. On several nodes no list may give the best schedule."""
         return self.problem.nodes == 1 and len(self.orders) <= MAX_ORDERS and math.prod(self.counts.tolist()) <= MAX_CHOICES
 
-    def best(self, goal: Goal, start: Layouts = (), *, exactly: bool = True) -> Found:
-        """Return the best schedule for a goal.
-
-        start: calls in order with their layouts, such as those of the plan that runs, to begin with. exactly: whether few schedules are
-        searched exactly.
-        """
+    def best(self, goal: Goal, *, exactly: bool = True) -> Found:
+        """Return the best schedule for a goal. exactly: whether few schedules are searched exactly."""
         self.goal, self.value = goal, math.inf
         self.order, self.choice = self.orders[0], self._greedy()
         self._try(self.order[None], self.choice[None])
-        if begun := self._numbered(start):
-            self._try(*begun)
         is_exact = exactly and self.is_small and self._search_exactly()
         if not is_exact:
             self._run_chains()
         return self._found(self.order[None], self.choice[None], is_exact)
-
-    def of(self, start: Layouts) -> Found | None:
-        """Return the schedule of these calls in this order, each in its layout. None if a call has no such option any more."""
-        begun = self._numbered(start)
-        return self._found(*begun, is_exact=False) if begun else None
 
     def _found(self, order: np.ndarray, choice: np.ndarray, is_exact: bool) -> Found:
         schedules = self.scheduler.run(order, choice)
         options = tuple(some[at] for some, at in zip(self.scheduler.options, choice[0], strict=True))
         is_allowed = self.goal.allows(float(schedules.seconds[0]), float(schedules.slot_seconds[0]))
         return Found(order[0], options, schedules, is_allowed, is_exact)
-
-    def _numbered(self, start: Layouts) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the list and the options (1, n) of calls with these layouts, or None if they are not those of the problem."""
-        numbers = {call.name: number for number, call in enumerate(self.problem.graph.calls)}
-        choice = np.zeros(len(numbers), int)
-        if [name for name, _ in start if name in numbers] != [name for name, _ in start] or len(start) != len(numbers):
-            return None
-        for name, layout in start:
-            layouts = [option.layout for option in self.scheduler.options[numbers[name]]]
-            if layout not in layouts:
-                return None
-            choice[numbers[name]] = layouts.index(layout)
-        return np.array([[numbers[name] for name, _ in start]]), choice[None]
 
     def _try(self, orders: np.ndarray, choices: np.ndarray) -> np.ndarray:
         """Compute schedules, and keep the best. Returns their values (R,)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ BYTES = 2  # bfloat16
 KEPT = 2  # layouts of a call for each number of slots: the fastest, and one that may save a change of layout
 TRAINED_BYTES = 16  # of a parameter: weights, gradients, float32 weights and moments (ZeRO, arXiv 1910.02054)
 
-Seconds = Callable[[str, Layout, float], float]
 """Correct the seconds of a call in a layout by what was measured."""
 
 
@@ -40,7 +39,6 @@ def step_problem(
     devices: Devices,
     seconds: CallSeconds,
     layouts: Mapping[str, Sequence[Fitting]],
-    corrected: Seconds = lambda call, layout, predicted_s: predicted_s,
 ) -> Problem:
     """Return the choices of a step.
 
@@ -52,13 +50,11 @@ def step_problem(
         The devices, and what a call takes on them.
     layouts : mapping
         The layouts that each call may have, by its name (`allowed_layouts`).
-    corrected : callable
-        Corrects a call's seconds by what was measured, such as `LayoutTimes.correct`.
     """
     options = {}
     for call in graph.calls:
         predicted = {one.layout: seconds_of(call, models[call.model].sizes, work, seconds, one) for one in layouts[call.name]}
-        options[call.name] = _fastest([Option(layout, corrected(call.name, layout, took_s)) for layout, took_s in predicted.items()])
+        options[call.name] = _fastest([Option(layout, took_s) for layout, took_s in predicted.items()])
 
     def change_s(before: Call, had: Layout, call: Call, has: Layout) -> float:
         """Return the seconds of resharding. Engines have a copy of the weights, so it does not matter what a rollout had."""

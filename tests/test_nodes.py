@@ -27,8 +27,8 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.rank_actors import RankActor, parts_in, read_source
 from rlhfless_ray.learn.rank_settings import learner_settings
+from rlhfless_ray.learn.rank_state import read_state
 from rlhfless_ray.learn.recovery import Recovery
-from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic

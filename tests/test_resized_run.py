@@ -11,14 +11,14 @@ from safetensors.numpy import load_file
 
 from placement.scaling.resize_policy import Decision, Hold
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.autoscaler.learner_sizing import LearnerSizing
 from tests.conftest import small_recipe
 
 RANKS_AFTER = {1: 2, 2: 1, 3: 2}  # step → ranks of the next update
 
 
-def forced(self: Autoscaler, step: int, room: int) -> Decision:
-    return Hold(RANKS_AFTER.get(step, self.ranks), "forced by the test")
+def forced(self: LearnerSizing, step: int, room: int) -> Decision:
+    return Hold(RANKS_AFTER.get(step, self.predictor.ranks), "forced by the test")
 
 
 @pytest.mark.ray
@@ -26,7 +26,7 @@ def forced(self: Autoscaler, step: int, room: int) -> Decision:
 @pytest.mark.learner
 @pytest.mark.usefixtures("no_ray")
 def test_changes_of_ranks_between_steps_leave_the_weights_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Autoscaler, "decide_ranks", forced)
+    monkeypatch.setattr(LearnerSizing, "decide_ranks", forced)
     weights, rows = {}, {}
     for name, settings in (("auto", {"learner__ranks": "auto"}), ("fixed", {})):
         folder = tmp_path / name

@@ -145,17 +145,17 @@ class Ended:
         run.leases = SimpleNamespace(release_all=lambda: None, waited_s=0.0, ledger=ledger)
         run.autoscaler = SimpleNamespace(
             state=lambda: {},
-            observe_update=lambda *_: None,
-            observe_samples=lambda *_: None,
+            predictor=SimpleNamespace(
+                observe_update=lambda *_: None,
+                observe_samples=lambda *_: None,
+                observe_step=lambda *_: None,
+                settle=lambda: None,
+                expected_update_s=0.0,
+            ),
+            steps=SimpleNamespace(observe_plan=lambda *_: None, accuracy=dict, far_off=lambda row: []),
+            criteria=SimpleNamespace(bids=None),
             quality=lambda *_: {},
-            observe_step=lambda *_: None,
-            observe_plan=lambda *_: None,
-            accuracy=dict,
-            far_off=lambda row: [],
-            settle=lambda: None,
-            bids=None,
             troubles=[],
-            expected_update_s=0.0,
             engines=SimpleNamespace(width=1),
         )
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)

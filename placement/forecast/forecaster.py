@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import log_ndtr, ndtri
 
 from placement.forecast.history import LengthHistory
-from placement.forecast.quality import ForecastQuality, forecast_quality, pit_curve
+from placement.forecast.quality import ForecastQuality, LengthRanks, forecast_quality
 from placement.forecast.regression import FeatureLine
 from placement.forecast.residuals import Residuals
 from placement.forecast.scenarios import LengthForecast, Scenarios
@@ -206,13 +206,13 @@ class LengthForecaster:
         self.line.add(table, means - self.level)
         self.history.visit(prompts, means - self.level, counts, squares)
 
-    def calibrate(self, scenarios: np.ndarray, lengths: np.ndarray) -> None:
-        """Learn from a step's scenarios (n, S) and true lengths (n,) how often lengths fall into each slice of their forecasts.
+    def calibrate(self, ranks: LengthRanks) -> None:
+        """Learn from the ranks of a step's lengths among their scenarios how often lengths fall into each slice of their forecasts.
 
         Recalibration by the distribution of the forecasts' own levels (Kuleshov et al. 2018), a part of it in each step. It reshapes what
         differs among the responses to one prompt, which is the most of a length's variance.
         """
-        now = pit_curve(scenarios, lengths, self.calibration)
+        now = ranks.curve(self.calibration)
         shares = np.diff(self.calibration + CALIBRATION_RATE * (now - self.calibration))
         shares = np.maximum(shares, LEAST_SHARE * np.diff(LEVELS))
         shares[-1] = max(shares[-1], 1 - LEVELS[-2])  # the longest responses decide a rollout's end: never make them rarer

@@ -67,27 +67,48 @@ def auc_longest(forecast: np.ndarray, lengths: np.ndarray, share: float = 0.1) -
     return float((ranks[longest].sum() - positives * (positives + 1) / 2) / (positives * (n - positives)))
 
 
-def forecast_quality(scenarios: np.ndarray, lengths: np.ndarray) -> ForecastQuality:
+@dataclass(frozen=True)
+class LengthRanks:
+    """The rank (n,) of each length among its scenarios, in 0 … 1, and half of the width (n,) over which ties spread it.
+
+    Ties count half, so that lengths at the limit are not misses if that was forecast.
+    """
+
+    rank: np.ndarray
+    half: np.ndarray
+
+    @classmethod
+    def of(cls, scenarios: np.ndarray, lengths: np.ndarray) -> LengthRanks:
+        """Rank the true lengths (n,) among scenarios (n, S)."""
+        below = (scenarios < lengths[:, None]).sum(1)
+        ties = (scenarios == lengths[:, None]).sum(1)
+        # n draws leave n + 1 gaps of equal probability. Ties spread over all the gaps they touch.
+        gaps = scenarios.shape[1] + 1
+        return cls((below + 0.5 * (ties + 1)) / gaps, 0.5 * (ties + 1) / gaps)
+
+    def curve(self, levels: np.ndarray) -> np.ndarray:
+        """Return (k,) the share of lengths below their own forecasts' quantiles at `levels` (k,): the levels if calibrated."""
+        low = (self.rank - self.half)[:, None]
+        return np.asarray(np.clip((levels[None, :] - low) / (2 * self.half)[:, None], 0, 1).mean(0))
+
+    def within(self, share: float) -> float:
+        """Return the share of lengths in the central interval that should hold this share."""
+        low, high = (1 - share) / 2, (1 + share) / 2
+        part = np.minimum(self.rank + self.half, high) - np.maximum(self.rank - self.half, low)
+        return float((np.maximum(part, 0) / (2 * self.half)).mean())
+
+
+def forecast_quality(scenarios: np.ndarray, lengths: np.ndarray, ranks: LengthRanks | None = None) -> ForecastQuality:
     """Compare scenarios (n, S) with the true lengths (n,), both in tokens and clipped at the same limit.
 
-    The rank of a length among its scenarios counts ties half, so that lengths at the limit are not misses if that was
-    forecast. Raises ValueError for shapes that disagree or no responses.
+    `ranks`: of these lengths among these scenarios, where they are known. Raises ValueError for shapes that disagree or no responses.
     """
     scenarios, lengths = np.asarray(scenarios, float), np.asarray(lengths, float)
     if scenarios.ndim != 2 or lengths.shape != scenarios.shape[:1] or not scenarios.size:
         raise ValueError(f"need scenarios (n, S) and lengths (n,), got {scenarios.shape} and {lengths.shape}")
-    rank, half = _ranks(scenarios, lengths)
-    mean = scenarios.mean(1)
+    ranks = LengthRanks.of(scenarios, lengths) if ranks is None else ranks
+    mean, fine = scenarios.mean(1), np.linspace(0, 1, 101)
     error = mean - lengths
-    cumulative = _curve(rank, half, np.linspace(0, 1, 11))
-    fine = np.linspace(0, 1, 101)
-    curve = _curve(rank, half, fine)
-
-    def within(share: float) -> float:
-        low, high = (1 - share) / 2, (1 + share) / 2
-        part = np.minimum(rank + half, high) - np.maximum(rank - half, low)
-        return float((np.maximum(part, 0) / (2 * half)).mean())
-
     expected_longest = float(scenarios.max(0).mean())
     return ForecastQuality(
         len(lengths),
@@ -95,30 +116,9 @@ def forecast_quality(scenarios: np.ndarray, lengths: np.ndarray) -> ForecastQual
         float(error.mean()),
         spearman(mean, lengths),
         auc_longest(mean, lengths),
-        within(0.5),
-        within(0.9),
-        tuple(np.diff(cumulative).tolist()),
-        float(np.abs(curve - fine).max()),
+        ranks.within(0.5),
+        ranks.within(0.9),
+        tuple(np.diff(ranks.curve(np.linspace(0, 1, 11))).tolist()),
+        float(np.abs(ranks.curve(fine) - fine).max()),
         float(lengths.max()) / expected_longest if expected_longest > 0 else float("nan"),
     )
-
-
-def pit_curve(scenarios: np.ndarray, lengths: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Return (k,) the share of lengths (n,) below their own forecasts' quantiles at `levels` (k,): the levels if calibrated.
-
-    scenarios: (n, S).
-    """
-    return _curve(*_ranks(scenarios, lengths), levels)
-
-
-def _ranks(scenarios: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank (n,) of each length among its scenarios, in 0 … 1, and half of the width over which ties spread it."""
-    below = (scenarios < lengths[:, None]).sum(1)
-    ties = (scenarios == lengths[:, None]).sum(1)
-    # n draws leave n + 1 gaps of equal probability. Ties spread over all the gaps they touch.
-    gaps = scenarios.shape[1] + 1
-    return (below + 0.5 * (ties + 1)) / gaps, 0.5 * (ties + 1) / gaps
-
-
-def _curve(rank: np.ndarray, half: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    return np.asarray(np.clip((levels[None, :] - (rank - half)[:, None]) / (2 * half)[:, None], 0, 1).mean(0))

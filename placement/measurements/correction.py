@@ -78,9 +78,9 @@ class Correction:
         self.made = np.empty((0, 3))  # prediction that was used, measurement, and its quantile level in the predicted distribution
         self.far = FarOff()
 
-    def factor(self, predicted: float, unseen: float = 1.0) -> float:
-        """Return the factor on the model's prediction. `unseen`: the factor before the first record."""
-        of_all = _middle(self._ages(), self.logs, unseen)  # stands for what was not seen of this size
+    def factor(self, predicted: float) -> float:
+        """Return the factor on the model's prediction."""
+        of_all = _middle(self._ages(), self.logs, 1.0)  # stands for what was not seen of this size
         return _middle(self._weights(predicted), self.logs, of_all)
 
     def correct(self, predicted: float) -> float:

@@ -6,7 +6,6 @@ plan's size is kept, and the reason says so.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,16 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from placement.forecast.forecaster import Scenarios, forecast_quality
-from placement.planning.bounds import rollout_bounds
-from placement.planning.frontier import frontier
-from placement.planning.objective import Objective, choose_nearest
+from placement.forecast.forecaster import Scenarios
+from placement.planning.objective import choose_nearest
 from placement.planning.partition import pareto
-from placement.planning.plan import Plan, Pool
+from placement.planning.plan import Plan
 from placement.scaling.engine_width import WidthDecision, best_width, decide_width, slots
-from placement.scaling.learner_ranks import LearnerRanks
-from placement.scaling.learner_size import decision_for
-from placement.scaling.overlapped_step import Rest, Sizes, Update, size_together, step_plan
+from placement.scaling.learner_size import LearnerSize
+from placement.scaling.overlapped_step import Rest, Update, step_plan
 from placement.scaling.phase_delay import Delay
 from placement.scaling.resize_policy import (
     Decision,
@@ -40,38 +36,46 @@ from placement.scaling.resize_policy import (
 )
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.call_planner import CallPlanner
+from rlhfless_ray.autoscaler.criteria import MIN_SECOND_VALUE, Criteria
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
-from rlhfless_ray.autoscaler.market_bids import MarketBids
-from rlhfless_ray.autoscaler.predictor import response_tokens
+from rlhfless_ray.autoscaler.learner_sizing import LearnerSizing
+from rlhfless_ray.autoscaler.predictor import Predictor, response_tokens
+from rlhfless_ray.autoscaler.rollout_frontiers import RolloutFrontiers
 from rlhfless_ray.autoscaler.step_predictor import StepPredictor
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.step.rollout_plan import Prediction, RolloutPlan
 from rlhfless_ray.types import Prompt, Sample
 
-MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier
-MIN_SECOND_VALUE = 1e-3  # slot-seconds per second of the step, for objectives that count cost only
 DRAFTS_MATTER = 1.02  # tokens of a sequence in an engine step from which a plan's reason mentions drafts
 
 
-class Autoscaler(StepPredictor):
+class Autoscaler:
     """Plan each step from its forecast. Its state survives a resume."""
 
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
-        super().__init__(recipe, first_speed)
+        self.predictor, self.criteria = Predictor(recipe, first_speed), Criteria.of(recipe)
+        self.steps = StepPredictor(self.predictor, self.criteria)
+        self.engines, self.terms = self.predictor.engines, self.predictor.terms
+        self.safely, self.troubles = self.predictor.safely, self.predictor.troubles
         self.width_history = ResizeHistory()
         self.unit = "slot-s"  # of costs, in reasons: "core-s" or "GPU-s" once the kind of slots is known
         self.note = ""  # begins the next plan's reason: what has changed since the plan before
-        self.objective = _objective(recipe)
-        self.sizes: Sizes | None = None  # of the next update and the rollout beside it, with a lag
-        self.learner_delay = Delay(0.0, self.learner_slots, "")  # of the next update, for slots that another run gives back
-        self.calls = CallPlanner(self)  # of critic and reference beside the learner
+        self.frontiers, self.sizing = RolloutFrontiers(self.steps), LearnerSizing(self.predictor, self.criteria)
+        self.learner_delay = Delay(0.0, self.predictor.learner_slots, "")  # of the next update, for slots that another run gives back
+        self.calls = CallPlanner(self.predictor, self.criteria)  # of critic and reference beside the learner
         self.history = ResizeHistory()
         self.actors = 0  # engines of the last step
-        self.least = recipe.rollout.min_actors  # the fewest engines of a plan; fewer if there are no slots for so many
         self.last: Decision | None = None
-        self.bids: MarketBids | None = None  # on a pool that the run shares with others
         self.running_update: Update | None = None  # beside the rollout that runs, on such a pool
         self.update_ends_s = 0.0  # when it will end by its prediction, on the clock of time.monotonic
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.predictor.recipe
+
+    @property
+    def learner(self) -> LearnerSize:
+        return self.predictor.learner
 
     def expect(self, engines: dict[int, ExpectedEngine], note: str) -> None:
         """Set initial estimates of engines, see `EngineSpeeds.expect`. `note`: why there is one width only."""
@@ -85,10 +89,8 @@ class Autoscaler(StepPredictor):
 
     def set_objective(self, objective: ObjectiveConfig) -> None:
         """Choose plans by another objective from now on."""
-        self.recipe = self.recipe.model_copy(update={"objective": objective})
-        self.objective = _objective(self.recipe)
-        if self.bids is not None:
-            self.bids.objective = self.objective
+        self.predictor.recipe = self.recipe.model_copy(update={"objective": objective})
+        self.criteria.set_objective(objective)
 
     def plan(
         self,
@@ -114,19 +116,21 @@ class Autoscaler(StepPredictor):
         """
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
-        self.correction = self.safely("correcting predictions", self.correct_rollout, lambda: 1.0)
+        self.steps.correction = self.safely("correcting predictions", self.steps.correct_rollout, lambda: 1.0)
         if learner_slots:  # the pool may have granted fewer than were wanted
-            self.learner_slots = max(1, learner_slots // self.ranks)
+            self.predictor.learner_slots = max(1, learner_slots // self.predictor.ranks)
         rest = self.safely("predicting the rest", lambda: self._rest(scenarios.lengths, prompts, rest_actors), lambda: None)
-        update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths, rest), lambda: None)
-        self.least = min_actors = min(self.recipe.rollout.min_actors, max_actors)
+        update = self.safely(
+            "predicting the update", lambda: self.predictor.update_beside(learner_slots, scenarios.lengths, rest), lambda: None
+        )
+        self.criteria.least = min_actors = min(self.recipe.rollout.min_actors, max_actors)
         self.actors = min(self.actors, max_actors)  # the slots of the others are gone, or the learner has them
         limits = {self.engines.width: (max_actors, warm), **(others or {})}
         warm_by_width = {width: count for width, (_, count) in limits.items()}
         plans: list[Plan] = []
 
         def make() -> Decision:
-            frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in limits.items()}
+            frontiers = {width: self.frontiers.best(scenarios.lengths, prompts, count, width) for width, (count, _) in limits.items()}
             frontiers, note = self._shared(frontiers, update, warm_by_width, step)
             if not others:
                 plans.extend(frontiers[self.engines.width])
@@ -145,22 +149,29 @@ class Autoscaler(StepPredictor):
         if made is None:
             decision = self._keep_last(min(max(self.actors, min_actors), max_actors), max_actors)
         else:
-            drafts = f"drafts make {self.tokens_per_step:.2f} tokens of a sequence in an engine step, so few sequences are faster"
-            decision = replace(made, reason=f"{made.reason}; {drafts}") if self.tokens_per_step > DRAFTS_MATTER else made
+            drafts = f"drafts make {self.predictor.tokens_per_step:.2f} tokens of a sequence in an engine step, so few sequences are faster"
+            decision = replace(made, reason=f"{made.reason}; {drafts}") if self.predictor.tokens_per_step > DRAFTS_MATTER else made
             self.last = decision
         if self.note:
             decision, self.note = replace(decision, reason=f"{self.note}; {decision.reason}"), ""
         predicted = self.safely(
             "predicting the step",
-            lambda: self.predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1], update),
+            lambda: self.steps.predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1], update),
             lambda: (Prediction(), Prediction(), Prediction()),
         )
         if made is not None and (start_s := predicted[0].corrected - decision.time_s) > 0:
             starts = f"{predicted[0].corrected:.4g} s with {start_s:.3g} s of cold starts before"
             decision = replace(decision, reason=f"{decision.reason}; {starts}")
         if rooms:
-            size = partial(self._size_together, scenarios.lengths, prompts, rooms, rest, warm_by_width, step)
-            self.sizes = self.safely("sizing learner and engines", size, lambda: None)
+            size = partial(
+                self.sizing.together,
+                scenarios.lengths,
+                rooms,
+                rest,
+                lambda most, width: self.frontiers.best(scenarios.lengths, prompts, most, width),
+                lambda width, plan: self._with_starts(plan, width, warm_by_width.get(width, 0), step),
+            )
+            self.sizing.sizes = self.safely("sizing learner and engines", size, lambda: None)
         width = self.engines.width if self.engines.expected else None
         actors = max(min_actors, decision.actors)
         return RolloutPlan(decision, actors, tuple(plans), *predicted, width=width, update=update, has_failed=made is None)
@@ -181,30 +192,30 @@ class Autoscaler(StepPredictor):
 
         Beside an update, slots are worth what they save of the step. `warm`: processes of each width without a cold start.
         """
-        if self.bids is None:
+        if self.criteria.bids is None:
             return frontiers, ""
-        learner = self.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
+        learner = self.predictor.ranks * self.predictor.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
 
         def started(width: int, plan: Plan) -> Plan:
             return self._with_starts(plan, width, warm[width], step)
 
         if update is None:
-            kept, note = self.bids.divide(frontiers, learner, started)
+            kept, note = self.criteria.bids.divide(frontiers, learner, started)
             return {width: pareto(plans) for width, plans in kept.items()}, note
         compared = {width: self._compared(plans, update) for width, plans in frontiers.items()}
-        kept, note = self.bids.divide(compared, learner, started)
+        kept, note = self.criteria.bids.divide(compared, learner, started)
         left = {id(plan) for plans in kept.values() for plan in plans}
         pairs = {width: zip(plans, compared[width], strict=True) for width, plans in frontiers.items()}
         return {width: pareto(plan for plan, figures in both if id(figures) in left) for width, both in pairs.items()}, note
 
     def _with_starts(self, plan: Plan, width: int, warm: int, step: int) -> Plan:
         """Count engines' starts in a plan as a decision alone does: not in the first step, and not against a deadline or budget."""
-        if not self.actors or self.objective.deadline_s is not None:
+        if not self.actors or self.criteria.objective.deadline_s is not None:
             return plan
         lasts = max(1.0, min(self.history.record(step, plan.actors).horizon(step), self.recipe.run.steps - step + 1))
         held = self._held(warm) if width == self.engines.width else 0
         started = with_starts(plan, held, self._transition(width, warm), lasts, self.recipe.objective.payback)
-        return started if self.objective.budget is None else replace(started, cost=plan.cost)
+        return started if self.criteria.objective.budget is None else replace(started, cost=plan.cost)
 
     def begin_rollout(self, plan: RolloutPlan, grows: bool) -> tuple[RolloutPlan, Delay]:
         """Begin a rollout on a pool that the run shares with others. `grows`: whether it takes and gives slots while it runs.
@@ -212,11 +223,11 @@ class Autoscaler(StepPredictor):
         Returns whether it waits for slots that another run gives back, and the plan with the engines for which it waits.
         """
         width = plan.width or self.engines.width
-        if self.bids is None:
+        if self.criteria.bids is None:
             return plan, Delay(0.0, plan.actors * width, "")
         self.running_update, self.update_ends_s = plan.update, time.monotonic() + (plan.update.seconds if plan.update else 0.0)
-        delay = self.bids.begin_rollout(plan.actors * width, plan.predicted_s, grows, self.value_per_s)
-        return replace(plan, actors=max(self.least, delay.slots // width)) if delay.seconds else plan, delay
+        delay = self.criteria.bids.begin_rollout(plan.actors * width, plan.predicted_s, grows, self.criteria.value_per_s)
+        return replace(plan, actors=max(self.criteria.least, delay.slots // width)) if delay.seconds else plan, delay
 
     def renew_rollout(self, left: np.ndarray, context: np.ndarray, working: int, warm: int, max_actors: int) -> int:
         """Bid for the rest of a rollout on a shared pool, and return how many engines have work by now, `max_actors` at most.
@@ -227,12 +238,12 @@ class Autoscaler(StepPredictor):
             working: engines that work. Further ones have to start first.
             warm: parked engines that could work on slots that are free now.
         """
-        if self.bids is None or not len(left):
+        if self.criteria.bids is None or not len(left):
             return max_actors
-        bids, width, tokens = self.bids, self.engines.width, np.maximum(left, 1.0)
+        bids, width, tokens = self.criteria.bids, self.engines.width, np.maximum(left, 1.0)
 
         def renew() -> int:
-            plans = self._plans(tokens, context.astype(float), max_actors, width, self.engines.fit.speed)
+            plans = self.frontiers.plans(tokens, context.astype(float), max_actors, width, self.engines.fit.speed)
             if there := [plan for plan in plans if plan.actors <= working]:
                 now, transition = min(there, key=lambda plan: plan.time_s), self._transition(width, working + warm)
                 plans = [started_later(plan, now, transition) for plan in plans]
@@ -250,165 +261,47 @@ class Autoscaler(StepPredictor):
         """
         if not rest_actors:
             return None
-        width, around_s = self.engines.width, self.correction * self.terms.around.predict()
-        plans = self._frontier(lengths, prompts, rest_actors)
-        if self.bids is not None:
-            room = self.bids.room_for_rest([(plan.actors * width, plan) for plan in plans])
+        width, around_s = self.engines.width, self.steps.correction * self.terms.around.predict()
+        plans = self.frontiers.best(lengths, prompts, rest_actors)
+        if self.criteria.bids is not None:
+            room = self.criteria.bids.room_for_rest([(plan.actors * width, plan) for plan in plans])
             most = max(min(plan.actors for plan in plans), room // width)
             plans = [plan for plan in plans if plan.actors <= most]
-        best = choose_nearest(plans, self.objective).plan
+        best = choose_nearest(plans, self.criteria.objective).plan
         slots = best.actors * width
         return Rest(slots, best.time_s - around_s, best.cost - around_s * slots, self.terms.pause.predict())
 
     def most_after_update(self, most: int) -> int:
         """Return how many engines a rollout has slots for once the update beside it has ended, `most` at most."""
-        return most if self.bids is None else min(most, max(self.least, self.bids.room // self.engines.width))
-
-    def _size_together(
-        self,
-        lengths: np.ndarray,
-        prompts: list[Prompt],
-        rooms: Mapping[int, Mapping[int, int]],
-        rest: Rest | None,
-        warm: Mapping[int, int],
-        step: int,
-    ) -> Sizes | None:
-        """Choose the learner's slots for the update on the planned step's responses, and the engines beside it.
-
-        The rollout beside that update has other prompts, which are not known yet. Its responses are taken to be as long as those of
-        the planned step. Returns None if there is no choice, or until every number of slots is measured.
-        """
-        if len(rooms) < 2 or self.learner.trial(self.learner_slots, 0.0) is not None:
-            return None
-        tokens, ranks = float(lengths.mean(1).sum()), self.ranks
-        pairs: list[tuple[Update, int, Plan]] = []  # the update, the engines' width and their plan
-        for per_rank, by_width in rooms.items():
-            update = self._update(per_rank, per_rank * ranks, tokens, lengths, rest)
-            for width, most in by_width.items():
-                if most >= self.least:
-                    pairs += [(update, width, plan) for plan in self._frontier(lengths, prompts, most, width)]
-        if self.bids is not None and pairs:
-            figures = [(update.slots + plan.actors * width, step_plan(plan, update, self.objective)) for update, width, plan in pairs]
-            with_widths = zip(figures, pairs, strict=True)
-            started = [self._with_starts(one, width, warm.get(width, 0), step) for (_, one), (_, width, _) in with_widths]
-            room = self.bids.room_for_pairs(figures, started)
-            pairs = [pair for pair, (count, _) in zip(pairs, figures, strict=True) if count <= room]
-        plans: dict[Update, list[Plan]] = {}
-        for update, _, plan in pairs:
-            plans.setdefault(update, []).append(plan)
-        undominated = {update: pareto(found) for update, found in plans.items()}
-        return size_together(undominated, self.objective, self.learner_slots * ranks) if plans else None
+        return most if self.criteria.bids is None else min(most, max(self.criteria.least, self.criteria.bids.room // self.engines.width))
 
     def size_learner(self, samples: Sequence[Sample], is_beside_rollout: bool = False) -> Decision:
         """Decide the number of slots per rank for the update on `samples`. `is_beside_rollout`: the next step's works beside it."""
         if not self.recipe.functions.elastic:
             return Hold(self.recipe.learner.max_slots_per_rank, "functions.elastic is off: all slots, always")
-        tokens = self.update_tokens = float(response_tokens(samples).sum())
-        alone = partial(self.learner.decide, self.learner_slots, tokens, value_per_s=self.value_per_s, retries=self._may_retry)
+        tokens = self.predictor.update_tokens = float(response_tokens(samples).sum())
+        alone = partial(
+            self.learner.decide, self.predictor.learner_slots, tokens, value_per_s=self.criteria.value_per_s, retries=self.sizing.may_retry
+        )
         decision = self.safely(
             "sizing the learner",
-            (lambda: self._size_beside_rollout(tokens)) if is_beside_rollout else alone,
-            lambda: Hold(self.learner_slots, "as before: sizing the learner failed"),
+            (lambda: self.sizing.beside_rollout(tokens)) if is_beside_rollout else alone,
+            lambda: Hold(self.predictor.learner_slots, "as before: sizing the learner failed"),
         )
-        self.learner_slots, self.learner_delay = decision.actors, Delay(0.0, decision.actors, "")
-        if self.bids is not None and not self.recipe.rollout.rolls_out_ahead:
-            delay, fewer = self.bids.begin_update(self.learner, decision.actors, tokens, self.value_per_s)
-            self.learner_delay, self.learner_slots = delay, delay.slots
+        self.predictor.learner_slots, self.learner_delay = decision.actors, Delay(0.0, decision.actors, "")
+        if self.criteria.bids is not None and not self.recipe.rollout.rolls_out_ahead:
+            delay, fewer = self.criteria.bids.begin_update(self.learner, decision.actors, tokens, self.criteria.value_per_s)
+            self.learner_delay, self.predictor.learner_slots = delay, delay.slots
             return replace(decision, actors=delay.slots, reason="; ".join(filter(None, (delay.reason, fewer, decision.reason))))
-        if self.bids is not None and is_beside_rollout:
-            self.bids.begin_pair(self.expected_update_s)
+        if self.criteria.bids is not None and is_beside_rollout:
+            self.criteria.bids.begin_pair(self.predictor.expected_update_s)
         return decision
-
-    def choose_ranks(self, candidates: Sequence[int]) -> None:
-        """Choose among these numbers of learner ranks from now on, of which the first is the present one."""
-        self.learners = LearnerRanks(candidates, self.recipe.learner.max_slots_per_rank, fixed=self.recipe.run.exact)
-
-    def use_ranks(self, ranks: int) -> None:
-        """Plan for another number of learner ranks from now on. The first update on them uses all slots that it can get."""
-        self.learners.current = ranks
-        self.sizes = None
-        if self.bids is not None:
-            self.bids.learner_ranks = ranks
-
-    def decide_ranks(self, step: int, room: int) -> Decision:
-        """Decide the number of learner ranks for the updates after this step's, by an update like its own. `room`: slots for them."""
-        now = self.ranks
-        if self.recipe.rollout.rolls_out_ahead:
-            return Hold(now, f"{now}: engines work beside updates, and are sized for the slots that these leave")
-        if self.bids is not None and not self.bids.alone:
-            return Hold(now, f"{now}: other runs share the pool")
-        return self.safely(
-            "choosing the learner's ranks",
-            lambda: self.learners.decide(
-                self.update_tokens,
-                step=step,
-                steps_left=self.recipe.run.steps - step,
-                room=room,
-                value_per_s=max(self.value_per_s, MIN_SECOND_VALUE),
-                change_s=self.terms.reshard.predict(),
-                gamma=self.recipe.objective.payback,
-            ),
-            lambda: Hold(now, f"{now} as before: choosing the learner's ranks failed"),
-        )
-
-    @property
-    def _may_retry(self) -> bool:
-        """Whether a number of the learner's slots that seems worse may be tried again now.
-
-        Beside other runs it may not: the pool would not grant slots that no bid asks for, and the trial would be due in every step.
-        """
-        return self.bids is None or self.bids.alone
-
-    def _size_beside_rollout(self, tokens: float) -> Decision:
-        """Decide the number of slots per rank for an update beside a rollout: it was sized together with the engines."""
-        now = self.learner_slots
-        if (trial := self.learner.trial(now, tokens)) is not None:
-            return trial
-        if len(self.learner.counts) == 1:
-            reason = f"{slots(now)} a rank, as learner.max_slots_per_rank says; engines are sized for an update on them"
-            return decision_for(now, now, reason, self.learner.predict(now, tokens))
-        if self.sizes is None:
-            return Hold(now, "as before: learner and engines were not sized together yet")
-        ranks = self.ranks
-        per_rank, costs = self.sizes.update.slots // ranks, {count // ranks: cost for count, cost in self.sizes.costs.items()}
-        if self._may_retry and (retrial := self.learner.retrial(per_rank, now, tokens, costs)) is not None:
-            return retrial
-        return decision_for(per_rank, now, self.sizes.reason, self.learner.predict(per_rank, tokens))
-
-    def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int, width: int | None = None) -> list[Plan]:
-        """Return the frontier's plans with their predicted time and cost, overhead besides decoding and correction included.
-
-        `lengths`: (n,) known, or (n, S) scenarios. `width`: of the engines, if not the present one.
-        """
-        width = width or self.engines.width
-        slowdown = self.correction * (1 + self.engines.fit.overhead)
-        overhead_s = self.correction * self.terms.around.predict()
-        return [
-            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * width)
-            for plan in self._plans(lengths, self.prompt_tokens(prompts), max_actors, width, self._speed(width))
-        ]
-
-    def _plans(self, lengths: np.ndarray, tokens: np.ndarray, max_actors: int, width: int, speed: Speed) -> list[Plan]:
-        """Return the frontier's plans, with the time and cost of decoding alone. `tokens`: (n,) that each sequence has before.
-
-        On a shared pool there is always one with the fewest actors, even if it is no cheaper: it may be all that others leave. If they
-        leave more, `pareto` drops it again.
-        """
-        longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
-        holds = self.engines.capacity_of(width)
-        capacity = math.ceil(max(holds, longest)) if math.isfinite(holds) else None
-        pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
-        plans = frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
-        fewest = max(1, self.least)
-        if self.bids is not None and min(plan.actors for plan in plans) > fewest:
-            plans += frontier(lengths, pools=[replace(pool, max_actors=fewest)], prompts=tokens, thin=MIN_FRONTIER_GAP)
-        return plans
 
     def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int, update: Update | None) -> WidthDecision:
         """Decide about the engines' width. `warm`: processes of each width without a cold start."""
         adjusted = {width: self._compared(plans, update) for width, plans in frontiers.items()}
-        width, best = best_width(adjusted, self.objective)
-        now = choose_nearest(adjusted[self.engines.width], self.objective)
+        width, best = best_width(adjusted, self.criteria.objective)
+        now = choose_nearest(adjusted[self.engines.width], self.criteria.objective)
         self.width_history = self.width_history.record(step, width)
         start = self.terms.warm_start if best.plan.actors <= warm[width] else self.terms.cold_start
         return decide_width(
@@ -417,7 +310,7 @@ class Autoscaler(StepPredictor):
             width,
             best.plan,
             start_s=start.predict(),
-            value_per_s=max(time_value(self.objective, [plan for plans in adjusted.values() for plan in plans]), MIN_SECOND_VALUE),
+            value_per_s=max(time_value(self.criteria.objective, [plan for plans in adjusted.values() for plan in plans]), MIN_SECOND_VALUE),
             lasts=min(self.width_history.horizon(step), self.recipe.run.steps - step + 1),
             gamma=self.recipe.objective.payback,
             unit=self.unit,
@@ -428,7 +321,7 @@ class Autoscaler(StepPredictor):
 
         `warm`: see `plan`. One engine is always needed, so its start decides nothing.
         """
-        return self.actors if self.bids is None or not self.actors else max(1, min(self.actors, warm))
+        return self.actors if self.criteria.bids is None or not self.actors else max(1, min(self.actors, warm))
 
     def _transition(self, width: int, warm: int) -> Transition:
         """Return what the starts of engines take, of which `warm` are parked or work."""
@@ -437,14 +330,14 @@ class Autoscaler(StepPredictor):
 
     def _decide(self, plans: list[Plan], step: int, warm: int, update: Update | None, urgent: str = "") -> Decision:
         adjusted = self._compared(plans, update)
-        choice = choose_nearest(adjusted, self.objective, self.unit)
+        choice = choose_nearest(adjusted, self.criteria.objective, self.unit)
         chosen = choice.plan
-        self.value_per_s = max(time_value(self.objective, adjusted), MIN_SECOND_VALUE)
+        self.criteria.value_per_s = max(time_value(self.criteria.objective, adjusted), MIN_SECOND_VALUE)
         self.history = self.history.record(step, chosen.actors)
         held = self._held(warm)
 
         def best_for(actors: int) -> Plan | None:
-            return best_held_plan(adjusted, actors, self.objective) if actors else None
+            return best_held_plan(adjusted, actors, self.criteria.objective) if actors else None
 
         weigh = partial(
             decide,
@@ -452,9 +345,9 @@ class Autoscaler(StepPredictor):
             stay=best_for(held),
             step=step,
             history=self.history,
-            value_per_s=self.value_per_s,
+            value_per_s=self.criteria.value_per_s,
             transition=self._transition(self.engines.width, warm),
-            least=self.least,
+            least=self.criteria.least,
             steps_left=self.recipe.run.steps - step + 1,
             gamma=self.recipe.objective.payback,
             urgent=urgent,
@@ -477,55 +370,29 @@ class Autoscaler(StepPredictor):
 
     def _compared(self, plans: list[Plan], update: Update | None) -> list[Plan]:
         """Return the plans with the time and cost by which the objective compares them: beside an update, those of the step."""
-        return plans if update is None else [step_plan(plan, update, self.objective) for plan in plans]
+        return plans if update is None else [step_plan(plan, update, self.criteria.objective) for plan in plans]
 
     def quality(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """Return metrics of the step's forecast, of the best plan for the true lengths, and of the lower bounds."""
-        self.learn()
+        self.predictor.learn()
         row = {"pool/rollout_actors": self.actors}
-        return row | self.safely("judging the plan", lambda: self._quality(scenarios, samples, prompts, max_actors), lambda: {})
-
-    def _quality(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
-        lengths = response_tokens(samples)
-        quality = asdict(forecast_quality(scenarios.lengths, lengths))
-        self.terms.observe_lengths(scenarios.lengths, lengths)
-        self.forecaster.calibrate(scenarios.lengths, lengths)
-        row = {f"forecast/{name}": value for name, value in quality.items() if name != "responses"}
-        known = pareto(self._frontier(lengths, prompts, max_actors))
-        best = choose_nearest(known, self.objective).plan
-        bounds = rollout_bounds(
-            lengths, self.engine_speed, max_actors, prompts=self.prompt_tokens(prompts), price=float(self.engines.width)
-        )
-        return row | {
-            "plan/clairvoyant_s": best.time_s,
-            "plan/clairvoyant_cost_slot_s": best.cost,
-            "plan/bound_s": bounds.time_s,
-            "plan/bound_cost_slot_s": bounds.cost,
-            "plan/speed_spread": self.engines.fit.spread,
-        }
+        return row | self.safely("judging the plan", lambda: self.frontiers.judge(scenarios, samples, prompts, max_actors), lambda: {})
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         return {
-            **super().state(),
+            **self.predictor.state(),
             **({"width_history": asdict(self.width_history)} if self.engines.expected else {}),
             "actors": self.actors,
             "history": asdict(self.history),
-            "second": self.value_per_s,
+            "second": self.criteria.value_per_s,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
+        self.predictor.restore(state)
         if state.get("width") in self.engines.expected:
             self.width_history = ResizeHistory(**state["width_history"])
         self.actors = state["actors"]
         self.history = ResizeHistory(**state["history"])
-        self.value_per_s = state["second"]
-
-
-def _objective(recipe: Recipe) -> Objective:
-    goal = recipe.objective
-    if goal.knee or goal.deadline_s or goal.budget:
-        return Objective(deadline_s=goal.deadline_s, budget=goal.budget, knee=goal.knee)
-    return Objective(prefer=goal.prefer)
+        self.criteria.value_per_s = state["second"]

@@ -44,8 +44,8 @@ def choose_oversample(autoscaler: Autoscaler, step: Step, stale_cost: float) -> 
         autoscaler.engines.fit.speed,
         autoscaler.actors,
         float(np.mean([len(prompt.token_ids) for prompt in step.prompts])),
-        autoscaler.predict_learn_s(tokens),
-        autoscaler.learner_slots * autoscaler.ranks,
+        autoscaler.predictor.predict_learn_s(tokens),
+        autoscaler.predictor.learner_slots * autoscaler.predictor.ranks,
         recipe.rollout.ahead,
         recipe.rollout.partial_kv == "recompute",
     )

@@ -83,12 +83,17 @@ class Predictor:
             "the forecast", lambda: self.forecaster.forecast(rows, tokens), lambda: np.full(len(prompts), self.forecaster.default_tokens)
         )
 
+    def prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
+        """Return (samples,) prompt tokens of every response."""
+        return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
+
     @property
     def engine_speed(self) -> Speed:
         """Speed fitted to decode steps, with the prefill time of a prompt token."""
-        return self._speed(self.engines.width)
+        return self.speed_of(self.engines.width)
 
-    def _speed(self, width: int) -> Speed:
+    def speed_of(self, width: int) -> Speed:
+        """Return the speed of engines of a width, with the prefill time of a prompt token."""
         return replace(self.engines.fit_of(width).speed, prefill_s=self.terms.prefill.per_unit_s)
 
     def work_s(self, lengths: np.ndarray, prompt_tokens: np.ndarray) -> float:
@@ -104,16 +109,17 @@ class Predictor:
         transfer = self.terms.transfer_away if away else self.terms.transfer
         return (transfer.predict(float(weight_bytes)) if lacks_weights else 0.0) + (REGRANT_S if away else 0.0)
 
-    def _update_beside(self, learner_slots: int, lengths: np.ndarray, rest: Rest | None) -> Update | None:
+    def update_beside(self, learner_slots: int, lengths: np.ndarray, rest: Rest | None) -> Update | None:
         """Return the update beside a rollout of these lengths, or None if there is none or no update was measured yet.
 
         `rest`: where the rollout goes on after it.
         """
         if not learner_slots or not self.learner.is_measured:
             return None
-        return self._update(self.learner_slots, learner_slots, self.update_tokens, lengths, rest)
+        return self.update_of(self.learner_slots, learner_slots, self.update_tokens, lengths, rest)
 
-    def _update(self, per_rank: int, learner_slots: int, tokens: float, lengths: np.ndarray, rest: Rest | None) -> Update:
+    def update_of(self, per_rank: int, learner_slots: int, tokens: float, lengths: np.ndarray, rest: Rest | None) -> Update:
+        """Return the update on so many tokens with `per_rank` slots a rank, beside a rollout of these lengths."""
         apart_s = self.apart_s(float(lengths.mean(1).sum()), len(lengths))
         return Update(learner_slots, self.learner.predict(per_rank, tokens), apart_s, rest)
 

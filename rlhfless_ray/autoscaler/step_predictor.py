@@ -14,9 +14,8 @@ from placement.measurements.trial import Trial
 from placement.scaling.keep_warm import Prewarm, hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.overlapped_step import Update
 from placement.scaling.resize_policy import Decision, Park, Release
-from placement.speed.decode_speed import Speed
+from rlhfless_ray.autoscaler.criteria import Criteria
 from rlhfless_ray.autoscaler.predictor import REGRANT_S, Predictor
-from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.step.rollout_plan import Prediction, RolloutPlan
 from rlhfless_ray.types import Prompt
 
@@ -28,42 +27,41 @@ MIN_LEFT_S = 1e-3
 KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
 
 
-class StepPredictor(Predictor):
+class StepPredictor:
     """Predict what a plan takes. Slots count as held where that is cheaper than to release them and request them again."""
 
-    def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
-        super().__init__(recipe, first_speed)
-        self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
+    def __init__(self, predictor: Predictor, criteria: Criteria) -> None:
+        self.predictor, self.criteria = predictor, criteria
         self.correction = 1.0  # factor on the rollout times that the models predict, for the plans of one step
         self.newest_s = 0.0  # the newest rollout time that they predicted
         self.tried: dict[str, bool] = {}  # measures on trial that this step wanted → whether it takes them
 
     def correct_rollout(self) -> float:
         """Return the factor on predicted rollout times. One for all plans of a step, so that it changes no order among them."""
-        return self.terms.rollout.factor(self.newest_s) if self.newest_s else 1.0
+        return self.predictor.terms.rollout.factor(self.newest_s) if self.newest_s else 1.0
 
     def predict_step(
         self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int, update: Update | None
     ) -> tuple[Prediction, Prediction, Prediction]:
         """Predict seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
-        start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
-        phase_s, slot_s = self._predict_phase(decision, lengths, self.prompt_tokens(prompts), start_s, update)
+        start_s = self.predictor.terms.cold_start.predict() if decision.actors > warm else 0.0
+        phase_s, slot_s = self._predict_phase(decision, lengths, self.predictor.prompt_tokens(prompts), start_s, update)
         step_s = self._step_s(phase_s, lengths, update)
         self.newest_s = (phase_s - start_s) / self.correction
         by_model_s = self.newest_s + start_s
-        rollout = Prediction(by_model_s, phase_s, *self.terms.rollout.interval(by_model_s, INTERVAL))
-        return rollout, _corrected(self.terms.cost, slot_s), _corrected(self.terms.step, step_s)
+        rollout = Prediction(by_model_s, phase_s, *self.predictor.terms.rollout.interval(by_model_s, INTERVAL))
+        return rollout, _corrected(self.predictor.terms.cost, slot_s), _corrected(self.predictor.terms.step, step_s)
 
     def takes(self, measure: Literal["moves", "early_gradients"]) -> bool:
         """Decide whether a step that wants this measure takes it: whether it pays is on trial in every run.
 
         Steps beside an update overlap with others, so they cannot be compared. They take what the planner wants.
         """
-        if self.recipe.rollout.rolls_out_ahead:
+        if self.predictor.recipe.rollout.rolls_out_ahead:
             return True
         if measure not in self.tried:
-            trial: Trial = getattr(self.terms, measure)
-            self.tried[measure] = self.safely("a trial", trial.decide, lambda: True)
+            trial: Trial = getattr(self.predictor.terms, measure)
+            self.tried[measure] = self.predictor.safely("a trial", trial.decide, lambda: True)
         return self.tried[measure]
 
     def observe_plan(self, plan: RolloutPlan, row: Mapping[str, Any]) -> None:
@@ -75,36 +73,41 @@ class StepPredictor(Predictor):
         if row["phase/eval_s"]:
             return
         self._observe_trials(tried, plan, row)
-        if not self.recipe.rollout.rolls_out_ahead:
-            self.terms.rollout.observe(plan.rollout.by_model, row["phase/rollout_s"])
-            self.terms.cost.observe(plan.cost.by_model, row["cost/rollout_slot_s"])
-        self.terms.step.observe(plan.step.by_model, row["step_s"])
+        if not self.predictor.recipe.rollout.rolls_out_ahead:
+            self.predictor.terms.rollout.observe(plan.rollout.by_model, row["phase/rollout_s"])
+            self.predictor.terms.cost.observe(plan.cost.by_model, row["cost/rollout_slot_s"])
+        self.predictor.terms.step.observe(plan.step.by_model, row["step_s"])
 
     def accuracy(self) -> dict[str, Any]:
         """Return metrics of how good the newest predictions of each quantity were, see `Accuracy`."""
         return {
-            f"accuracy/{name}/{figure}": value for name, found in self.terms.accuracies().items() for figure, value in asdict(found).items()
+            f"accuracy/{name}/{figure}": value
+            for name, found in self.predictor.terms.accuracies().items()
+            for figure, value in asdict(found).items()
         }
 
     def far_off(self, row: Mapping[str, Any]) -> list[str]:
         """Return a sentence for each quantity whose newest forecasts were all far off, with what the step's metrics know of the cause."""
-        return [f"{sentence} ({_cause(row)})" for sentence in self.terms.take_far_off()]
+        return [f"{sentence} ({_cause(row)})" for sentence in self.predictor.terms.take_far_off()]
 
     def _observe_trials(self, tried: Mapping[str, bool], plan: RolloutPlan, row: Mapping[str, Any]) -> None:
         """Judge the measures that the step wanted by its time and its rollout's cost, both as the objective weighs them."""
-        price = 1 / self.value_per_s if self.recipe.functions.elastic else 0.0
+        price = 1 / self.criteria.value_per_s if self.predictor.recipe.functions.elastic else 0.0
         planned = plan.step.corrected + price * plan.cost.corrected
         if planned > 0:
             measured = row["step_s"] + price * row["cost/rollout_slot_s"]
             for measure, is_taken in tried.items():
-                getattr(self.terms, measure).observe(is_taken, measured / planned)
+                getattr(self.predictor.terms, measure).observe(is_taken, measured / planned)
 
     def _step_s(self, phase_s: float, lengths: np.ndarray, update: Update | None) -> float:
         tokens = float(lengths.mean(1).sum())
-        apart_s, update_s = self.apart_s(tokens, len(lengths)), self.learner.predict(self.learner_slots, tokens)
+        apart_s, update_s = (
+            self.predictor.apart_s(tokens, len(lengths)),
+            self.predictor.learner.predict(self.predictor.learner_slots, tokens),
+        )
         if update is not None and (rest_s := update.rest_s(phase_s)) is not None:
             return apart_s + update.seconds + rest_s
-        is_beside = self.recipe.rollout.rolls_out_ahead and (update is not None or self.recipe.rollout.partial == "off")
+        is_beside = self.predictor.recipe.rollout.rolls_out_ahead and (update is not None or self.predictor.recipe.rollout.partial == "off")
         return apart_s + (max(phase_s, update_s) if is_beside else phase_s + update_s)
 
     def _predict_phase(
@@ -114,13 +117,15 @@ class StepPredictor(Predictor):
 
         Slots are counted as held for the next phase that needs them if that is cheaper than releasing and requesting them again.
         """
-        overhead_s = self.correction * self.terms.around.predict() + before_s  # of each engine; the plan has it and the slowdown too
-        slowdown = self.correction * (1 + self.engines.fit.overhead)
+        overhead_s = (
+            self.correction * self.predictor.terms.around.predict() + before_s
+        )  # of each engine; the plan has it and the slowdown too
+        slowdown = self.correction * (1 + self.predictor.engines.fit.overhead)
         phase_s = decision.time_s + before_s
         if decision.plan is None:
-            return phase_s, self.engines.width * decision.actors * phase_s
-        speed, slot_s = self.engine_speed, 0.0
-        needed_next = self.engines.width * decision.actors <= self.learner_slots * self.ranks
+            return phase_s, self.predictor.engines.width * decision.actors * phase_s
+        speed, slot_s = self.predictor.engine_speed, 0.0
+        needed_next = self.predictor.engines.width * decision.actors <= self.predictor.learner_slots * self.predictor.ranks
         for group in decision.plan.groups:
             own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slowdown + overhead_s
             tail_s = max(0.0, phase_s - own_s)
@@ -129,7 +134,7 @@ class StepPredictor(Predictor):
             else:
                 apart_s = update.apart_s if update.rest is None else 0.0  # a partial rollout goes on as soon as the update has ended
                 held = self.hold_idle(max(phase_s, update.seconds) - own_s + apart_s).action == "Hold"
-            slot_s += self.engines.width * (phase_s if held else min(own_s, phase_s))
+            slot_s += self.predictor.engines.width * (phase_s if held else min(own_s, phase_s))
         return phase_s, slot_s
 
     def drained(self, tail_s: float, needed_next: bool) -> Decision:
@@ -138,9 +143,9 @@ class StepPredictor(Predictor):
 
     def hold_idle(self, seconds: float) -> Decision:
         """Decide whether to hold a lease that is needed again in so many seconds."""
-        return self.safely(
+        return self.predictor.safely(
             "weighing an idle slot",
-            lambda: hold_slot(seconds, 1.0, start_cost(REGRANT_S, 1.0, self.value_per_s)),
+            lambda: hold_slot(seconds, 1.0, start_cost(REGRANT_S, 1.0, self.criteria.value_per_s)),
             lambda: Release(0, "weighing the idle slot failed"),
         )
 
@@ -152,35 +157,31 @@ class StepPredictor(Predictor):
         """
 
         def weigh() -> float:
-            start = start_cost(self.terms.cold_start.predict(), self.engines.width, self.value_per_s)
+            start = start_cost(self.predictor.terms.cold_start.predict(), self.predictor.engines.width, self.criteria.value_per_s)
             decision = keep_alive(gaps_s, hold_price, start)
             return KEEP_WARM_FACTOR * decision.keep_s if isinstance(decision, Park) else 0.0
 
-        return self.safely("weighing parked processes", weigh, lambda: 0.0)
+        return self.predictor.safely("weighing parked processes", weigh, lambda: 0.0)
 
     def prewarm_now(self, phase_left_s: float, start_s: float, hold_price: float) -> bool:
         """Return whether to start the process of the next phase now."""
-        spread = self.engines.fit.spread * phase_left_s
-        return self.safely(
+        spread = self.predictor.engines.fit.spread * phase_left_s
+        return self.predictor.safely(
             "timing a start ahead",
-            lambda: prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.value_per_s).at_s <= 0,
+            lambda: prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.criteria.value_per_s).at_s <= 0,
             lambda: False,
         )
 
     def time_wake(self, update_left_s: float, slots: int) -> Prewarm | None:
         """Decide when engines wake on so many free slots, for a rollout that begins when the update ends. Returns None after a failure."""
-        wake_s = self.terms.warm_start.predict()
+        wake_s = self.predictor.terms.warm_start.predict()
 
         def weigh() -> Prewarm:
             left_s = max(update_left_s, MIN_LEFT_S)
-            low_s, high_s = self.terms.step.interval(left_s, ONE_SIGMA)  # steps vary by about as much as their updates
-            return prewarm(update_left_s, (high_s - low_s) / 2, wake_s, 0.5 * wake_s, slots, self.value_per_s)
+            low_s, high_s = self.predictor.terms.step.interval(left_s, ONE_SIGMA)  # steps vary by about as much as their updates
+            return prewarm(update_left_s, (high_s - low_s) / 2, wake_s, 0.5 * wake_s, slots, self.criteria.value_per_s)
 
-        return self.safely("timing a wake", weigh, lambda: None)
-
-    def prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
-        """Return (samples,) prompt tokens of every response."""
-        return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
+        return self.predictor.safely("timing a wake", weigh, lambda: None)
 
 
 def _cause(row: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from placement.drafting import MODEL_SEQUENCES, MOST_TOKENS, Acceptance, Attempts, Drafts, Learned
+from placement.drafting.acceptance import MODEL_SEQUENCES, MOST_TOKENS, Acceptance, Drafts
+from placement.drafting.attempts import Attempts, Learned
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.engine.head_config import is_head
 from rlhfless_ray.engine.text_drafts import TextSource
@@ -24,7 +25,7 @@ from rlhfless_ray.types import EngineStep
 if TYPE_CHECKING:
     import torch
 
-    from placement.drafting import Draft
+    from placement.drafting.acceptance import Draft
     from rlhfless_ray.engine.control_queue import DraftNews
     from rlhfless_ray.engine.head_drafts import HeadSource
     from rlhfless_ray.engine.model_drafts import Ask, DraftSource

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from placement.drafting import MODEL_SEQUENCES, Draft
+from placement.drafting.acceptance import MODEL_SEQUENCES, Draft
 from rlhfless_ray.engine.fused_layer import FusedLayer, RotaryTable, rms_norm
 from rlhfless_ray.engine.head_config import EMBEDDINGS, plain_name
 from rlhfless_ray.engine.model_drafts import Ask, DraftSource

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from placement.drafting import MODEL_SEQUENCES, SOURCES, Draft
+from placement.drafting.acceptance import MODEL_SEQUENCES, SOURCES, Draft
 from rlhfless_ray.engine.fused_layer import FusedLayer, RotaryTable, can_be_fused, rms_norm
 from rlhfless_ray.engine.keyed_sampler import Truncation, draw_in_chunks
 

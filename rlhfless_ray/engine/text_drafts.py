@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Sequence
 import numpy as np
 from arctic_inference.suffix_decoding._C import SuffixTree
 
-from placement.drafting import SOURCES, Drafts
+from placement.drafting.acceptance import SOURCES, Drafts
 
 TEXT = SOURCES.index("text")
 DEPTH = 24  # tokens of a match and of what follows it

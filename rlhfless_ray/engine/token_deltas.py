@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from placement.drafting import News
+    from placement.drafting.acceptance import News
 
 GOES_ON, STOP, LENGTH, CUT = range(4)
 ENDS = ("", "stop", "length", "cut")  # by index; "stop" and "length" are vLLM's finish reasons

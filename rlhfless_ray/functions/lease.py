@@ -330,6 +330,20 @@ class LeaseManager:
         return others
 
 
+def whole_shares(leases: list[Lease], width: int) -> list[list[Lease]]:
+    """Divide leases into those of whole instances of `width` slots of a node, for as many instances as they are enough for."""
+    if width > 1:  # the same devices form the same instances, in whatever order they come back
+        leases = sorted(leases, key=lambda lease: str(lease.slot.device))
+    shares: list[list[Lease]] = []
+    incomplete: dict[str, list[Lease]] = {}
+    for lease in leases:
+        share = incomplete.setdefault(lease.slot.node, [])
+        share.append(lease)
+        if len(share) == width:
+            shares.append(incomplete.pop(lease.slot.node))
+    return shares
+
+
 def most_instances(slots: Mapping[str, int], width: int, held: Iterable[Lease] = ()) -> int:
     """Return how many instances these nodes have slots for beside the leases `held`. Each needs `width` slots of one node."""
     room = Counter(slots)

@@ -15,7 +15,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import Instance, State, cause_of_loss
 from rlhfless_ray.functions.kept_memory import begin_to_leave, give_back, record_kept, wait_until_left
-from rlhfless_ray.functions.lease import PREFERRED_S, Labels, Lease, LeaseManager, Slot
+from rlhfless_ray.functions.lease import PREFERRED_S, Labels, Lease, LeaseManager, Slot, whole_shares
 from rlhfless_ray.functions.pool_messages import SlotRequest
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
@@ -151,7 +151,6 @@ class WorkerPool:
 
     def begin(self, count: int, spare: list[Lease], begin: Callable[[Instance], None]) -> list[Lease]:
         """Work with up to `count` instances under valid spare leases, and return the leases left. `resize` does the rest."""
-
         shares = sorted(self._shares(spare), key=lambda share: self._find(self._slot(share)) is None)
         for share in shares[: max(0, count - len(self.working))]:
             begin(self.assign_leases(share))
@@ -159,18 +158,7 @@ class WorkerPool:
         return spare
 
     def _shares(self, leases: Iterable[Lease]) -> list[list[Lease]]:
-        """Divide leases into those of whole instances, for as many instances as they are enough for."""
-        usable = [lease for lease in leases if self.may_use(lease)]
-        if self.width > 1:  # the same devices form the same instances, in whatever order they come back
-            usable.sort(key=lambda lease: str(lease.slot.device))
-        shares: list[list[Lease]] = []
-        incomplete: dict[str, list[Lease]] = {}
-        for lease in usable:
-            share = incomplete.setdefault(lease.slot.node, [])
-            share.append(lease)
-            if len(share) == self.width:
-                shares.append(incomplete.pop(lease.slot.node))
-        return shares
+        return whole_shares([lease for lease in leases if self.may_use(lease)], self.width)
 
     def enough(self, leases: list[Lease]) -> bool:
         """Return whether these leases are enough for an instance."""

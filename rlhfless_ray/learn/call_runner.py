@@ -122,7 +122,7 @@ class CallRunner:
         """
         if worker_group.fits(list(self.broker.free)):
             return True
-        if self.groups.shares_slots or self.groups.context.autoscaler.bids is not None or not worker_group.by_rank:
+        if self.groups.shares_slots or self.groups.context.autoscaler.criteria.bids is not None or not worker_group.by_rank:
             return False
         self.broker.put(worker_group.scheduler.lease_free(worker_group.by_rank, list(self.broker.free)))
         return worker_group.fits(list(self.broker.free))

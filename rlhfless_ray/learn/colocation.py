@@ -77,7 +77,7 @@ class ColocatedGroups:
 
     @property
     def complete_nodes(self) -> set[str]:
-        """Nodes where a learner rank holds all weights as they are published, see `TrainerRank.holds_all`."""
+        """Nodes where a learner rank holds all weights as they are published, see `RankWeights.holds_all`."""
         return {instance.slot.node for instance in self.learner.by_rank} if self.learner.weights.holds_all else set()
 
     @property

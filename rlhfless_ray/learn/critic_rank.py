@@ -14,8 +14,9 @@ from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.learn.policy_model import TokenValues, load_critic, load_divided, scalar_config
 from rlhfless_ray.learn.rank_settings import CriticSettings
+from rlhfless_ray.learn.rank_state import Former
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
-from rlhfless_ray.learn.trainer_rank import Former, TrainerRank
+from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, step_fields, without_steps
 from rlhfless_ray.types import CriticStats, Span
 from rlhfless_ray.weights.model_folder import DividedFiles

@@ -26,7 +26,7 @@ class GroupWeights:
         self.base: Any = None  # if shared, a reference to the model's files, or to the arguments of `map_files`
         self.requested: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the last update
         self.holds_all = False  # each rank holds the whole model
-        self.reads_published = False  # the ranks read weights from shared memory between updates, see `TrainerRank.read_published`
+        self.reads_published = False  # the ranks read weights from shared memory between updates, see `RankWeights.read_published`
         self.reading: list[Any] = []  # references of the pending `read_published` calls
 
     def opened(self, reply: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class GroupWeights:
         return [i.actor.weights.options(num_returns=2).remote(*self._share(i)) for i in self.group.by_rank]
 
     def _share(self, instance: Instance) -> tuple[int, ...]:
-        """Return the rank's share of a published version, see `TrainerRank.weights`."""
+        """Return the rank's share of a published version, see `RankWeights.published`."""
         if not self.holds_all:
             return ()
         on_node = [other for other in self.group.by_rank if other.slot.node == instance.slot.node]

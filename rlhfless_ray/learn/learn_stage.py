@@ -94,7 +94,7 @@ class LearnStage:
         A pool that several runs share grants slots for bids, and this work makes none.
         """
         leases = self.context.leases
-        for worker_group in worker_groups if self.context.autoscaler.bids is None else []:
+        for worker_group in worker_groups if self.context.autoscaler.criteria.bids is None else []:
             homes = homes_of(worker_group.by_rank)
             if homes and not worker_group.working and len(leases.with_room(homes)) == len(homes):
                 return leases.collect(leases.ask(len(homes), homes), worker_group.pool.kind, FREE_S)
@@ -129,7 +129,7 @@ class LearnStage:
         elif not pays:
             group_s = begin_s + token_s * sum(sample.total_tokens for sample in ready[0])
             self.early_reason = f"responses had {seconds:.2g} s left, and gradients of the first group take {group_s:.2g} s"
-        elif not autoscaler.takes("early_gradients"):
+        elif not autoscaler.steps.takes("early_gradients"):
             self.early_reason = f"left out, {autoscaler.terms.early_gradients.reason}"
             return []
         else:
@@ -263,7 +263,7 @@ class LearnStage:
 
     def use_ranks(self, counts: Sequence[int]) -> None:
         """Choose the number of ranks among these from now on, of groups whose number is `auto`. They begin with the first."""
-        self.context.autoscaler.choose_ranks(counts)
+        self.context.autoscaler.sizing.choose_ranks(counts)
         self.chooses_ranks = len(counts) > 1
         for group in self.worker_groups.all:
             group.set_layout(self._layouts(counts[0]).get(group.name, group.layout))
@@ -277,7 +277,7 @@ class LearnStage:
 
     def _find_smaller(self) -> RankLayout | None:
         """Return a layout of the learner for which there are slots, if there are none for its present ranks."""
-        fewer = self.context.autoscaler.learners.fewer(self._room())
+        fewer = self.context.autoscaler.predictor.learners.fewer(self._room())
         return None if fewer is None else self._layouts(fewer)["learner"]
 
     def _room(self) -> int:
@@ -288,10 +288,10 @@ class LearnStage:
         autoscaler, self.resized = self.context.autoscaler, {}
         if not self.chooses_ranks or not self.worker_group.working:
             return
-        decision = autoscaler.decide_ranks(self.number, self._room())
-        if decision.actors != autoscaler.ranks:
+        decision = autoscaler.sizing.decide_ranks(self.number, self._room())
+        if decision.actors != autoscaler.predictor.ranks:
             done = self.worker_groups.resize(self._layouts(decision.actors))
-            autoscaler.use_ranks(self.worker_group.ranks)
+            autoscaler.sizing.use_ranks(self.worker_group.ranks)
             if done is not None:
                 self.resized = done.metrics
                 autoscaler.terms.reshard.observe(0.0, done.seconds)
@@ -319,15 +319,15 @@ class LearnStage:
             self.worker_groups.turn(self.worker_group)
         before_s = self.passes_s + time.monotonic() - began_s
         if self.passes.each and self.critic is None:
-            self.context.autoscaler.observe_passes(samples, before_s)
+            self.context.autoscaler.predictor.observe_passes(samples, before_s)
         runner = self.calls.runner
         return Pending(lambda: self._updated(samples, left, before_s), runner.is_ready, runner.has_failed)
 
     def _started(self, batch: Batch, samples: Sequence[Sample]) -> Pending[UpdateStats]:
         """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it."""
         began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
-        if self.chooses_ranks and self.worker_group.ranks != self.context.autoscaler.ranks:  # there were no slots for so many
-            self.context.autoscaler.use_ranks(self.worker_group.ranks)
+        if self.chooses_ranks and self.worker_group.ranks != self.context.autoscaler.predictor.ranks:  # there were no slots for so many
+            self.context.autoscaler.sizing.use_ranks(self.worker_group.ranks)
         update = self.worker_group.start_update(batch, publishes=True)
         beside = self.context.recipe.rollout.rolls_out_ahead or not self.worker_groups.alone
 
@@ -336,7 +336,7 @@ class LearnStage:
             if restarts == self.worker_group.recovery.restarts:
                 waited_s = time.monotonic() - began_s  # also for what else the driver waits for meanwhile
                 took_s = self.worker_group.call_s if beside else waited_s
-                self.context.autoscaler.observe_update(self._slots(), samples, took_s)
+                self.context.autoscaler.predictor.observe_update(self._slots(), samples, took_s)
             return stats
 
         self.update = replace(update, result=result)
@@ -366,7 +366,7 @@ class LearnStage:
             if of_critic.skipped:
                 progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
             metrics |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
-            self.context.autoscaler.observe_passes(samples, before_s + self.calls.after_policy_s())
+            self.context.autoscaler.predictor.observe_passes(samples, before_s + self.calls.after_policy_s())
         if self.context.recipe.algorithm.keeps_reference:
             metrics["learn/kl_coefficient"] = coefficient
         return stats, metrics

@@ -19,8 +19,9 @@ from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
 from rlhfless_ray.learn.overlap_rules import inexact
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_divided, load_model, rounding_noise
 from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.learn.rank_state import Former
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
-from rlhfless_ray.learn.trainer_rank import Former, TrainerRank
+from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, step_fields, without_steps
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.model_folder import DividedFiles

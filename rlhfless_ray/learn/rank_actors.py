@@ -102,7 +102,7 @@ class RankActor:
         A process that is a rank already becomes one with these settings, and takes its own part of the state first. `fetched` in the reply:
         bytes of weights and optimizer state that it fetched of others, and the least that it had to fetch.
         """
-        from rlhfless_ray.learn.trainer_rank import fetched_by, read_state
+        from rlhfless_ray.learn.rank_state import fetched_by, read_state
         from rlhfless_ray.local.laptop.cpu_bfloat16 import note
         from rlhfless_ray.local.process_memory import own_memory_mb
 
@@ -178,8 +178,8 @@ class LearnerActor(RankActor):
         settings: RankSettings | ReferenceSettings,
     ) -> dict[str, Any]:
         built = super().build(files, rendezvous, threads, state, settings)
-        trainer = self.rank.trainer
-        return {**built, "reads_published": trainer.reads_published, "holds_all": trainer.holds_all}
+        held = self.rank.trainer.held
+        return {**built, "reads_published": held.reads_published, "holds_all": held.holds_all}
 
     def warm_start(self, files: Files, recipe: Recipe, threads: int) -> tuple[Files, list[Span]]:
         from rlhfless_ray.learn.warm_start import warm_start
@@ -198,7 +198,7 @@ class LearnerActor(RankActor):
         return {"agreement": logprobs}, share.spans, spans
 
     def weights(self, *share: int) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
-        """Return this rank's slices of the weights, and a digest of each with the spans. `share`: see `TrainerRank.weights`.
+        """Return this rank's slices of the weights, and a digest of each with the spans. `share`: see `RankWeights.published`.
 
         These are two return values of the Ray call. The slices stay in this node's object store until engines pull it.
         """
@@ -208,8 +208,8 @@ class LearnerActor(RankActor):
         return weights, (digests(weights), spans)
 
     def read_published(self, *parts: Slices) -> None:
-        """Call `TrainerRank.read_published`. `parts`: each rank's slices of the last version on this node, as views of the object store."""
-        self.rank.trainer.read_published(HeldSlices.of(*parts))
+        """Call `RankWeights.read_published`. `parts`: each rank's slices of the last version on this node, as views of the object store."""
+        self.rank.trainer.held.read_published(HeldSlices.of(*parts))
 
 
 class CriticActor(RankActor):

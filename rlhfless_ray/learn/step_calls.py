@@ -71,7 +71,7 @@ class StepCalls:
         if groups.shares_slots:
             return own
         room = sum(leases.nodes.slots({}).values()) - (len(leases.held) - own)
-        bids = self.context.autoscaler.bids
+        bids = self.context.autoscaler.criteria.bids
         return room if bids is None else max(own, min(room, bids.pool.view.target))
 
     def _slots(self, name: str, group: WorkerGroup) -> int:

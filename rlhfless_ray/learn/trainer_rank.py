@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -27,39 +26,32 @@ from rlhfless_ray.learn.deepspeed_setup import (
 )
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
-from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
+from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.micro_batch_tensors import TensorsOf, padded, passed
 from rlhfless_ray.learn.micro_batches import MicroBatch
 from rlhfless_ray.learn.offload import HostBuffers, leave_device, return_to_device
-from rlhfless_ray.learn.optimizer_state import (
-    held_moments,
-    held_weights,
-    link_moments,
-    parameter_sizes,
-    plain_optimizer,
-    restore_moments,
-    whole_weights,
-)
+from rlhfless_ray.learn.optimizer_state import held_moments, held_weights, link_moments, plain_optimizer, restore_moments
 from rlhfless_ray.learn.policy_model import check_head, in_wanted_dtype
 from rlhfless_ray.learn.process_group import join_process_group, leave_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.learn.rank_state import Former, load_weights, write_state
+from rlhfless_ray.learn.rank_weights import RankWeights
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.sequence_parallel import SequenceParallel
 from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
 from rlhfless_ray.learn.trainer import FIRST, OptimizerStep
 from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
-from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
+from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.layout import whole_layers
-from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, WEIGHTS, split_files
-from rlhfless_ray.weights.saved_names import saved_state, unconverted_names
-from rlhfless_ray.weights.shards import save_slices, shard_name, slices_in
-from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_numpy, as_tensor, load_tensors, save_tensors
-from rlhfless_ray.weights.tensor_slice import NOTHING, FormerRank, HeldSlices, ReshardedSlices, Slices, TensorSlice, whole_slices
+from rlhfless_ray.weights.model_folder import AVERAGE, split_files
+from rlhfless_ray.weights.saved_names import saved_state
+from rlhfless_ray.weights.shards import shard_name
+from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor
+from rlhfless_ray.weights.tensor_slice import FormerRank, HeldSlices, Slices, TensorSlice
 
 T = TypeVar("T")
-Former = dict[str, FormerRank]  # by beginning of the names of a state's files
 
 
 class TrainerRank:
@@ -79,11 +71,11 @@ class TrainerRank:
         self.slices: ModelSlices | None = None  # this rank's slice of each tensor, if several ranks share a copy
         self.optimizer_steps = 0
         self.engine: Any = None
+        self.held: RankWeights  # of the model that `open` has built
         self.lora: LoraAdapters | None = None
         self.average: dict[str, Tensor] = {}  # on the host: moving average in float32 of the rank's layers, if one is kept
         self.is_large = False  # whether memory is released after each step
         self.linked = False  # whether ZeRO 1 and 2 know the moments of all parameters
-        self.as_published: set[str] = set()  # names of weights that were published unchanged under the same name
         self.is_parked = False  # whether the state is parked in the GPU's host memory
         self.host_buffers = HostBuffers() if self.device.type == "cuda" else None  # for it
         self.parked_state: dict[str, Any] = {}  # `_state` while parked, if it needs collectives on the devices
@@ -105,38 +97,19 @@ class TrainerRank:
         section, seed = self.settings.lora, self.settings.seed % 2**63
         with in_wanted_dtype(model):  # new adapters get the dtype of their layer
             self.lora = LoraAdapters(model, section, seed, task) if section.rank else None
-        weights = None if state is None else self._load_weights(model, state["weights"])
+        weights = None if state is None else load_weights(model, state["weights"], adapters=self.lora is not None, divided=self.stage == 3)
         self.is_large = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) >= LARGE_PARAMETERS
         model.train()
         if self.section.recomputes_activations:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._build_engine(wrapped, weights)
+        self.held = RankWeights(self.settings, self.engine, self.lora, self.slices, self.is_large)
         if self.settings.ema_beta is not None:
             self._average(HeldSlices(()) if state is None else state["average"])
         if state is not None:
             self.optimizer_steps = int(state["optimizer_steps"])
             restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps, self.slices)
             torch.set_rng_state(state["rng"])
-
-    def _load_weights(self, model: Any, weights: Any) -> HeldSlices | None:
-        """Load a checkpoint's weights: HeldSlices, or a dict of adapters. Returns those of a model at ZeRO 3, which `_build_engine` reads.
-
-        Raises ValueError if they are of another model.
-        """
-        own, adapters = model.state_dict(), self.lora is not None
-        wanted = trained(model) if adapters else [name for name, _ in model.named_parameters()]
-        wrong = [name for name in weights if name not in own or (not adapters and weights.elements(name) != own[name].numel())]
-        wrong += [name for name in wanted if name not in weights and name != "lm_head.weight"]  # a tied head is stored once
-        if wrong:
-            raise ValueError(f"the checkpoint is of another model: {wrong[0]} is in one of them only, or has another size")
-        if adapters:
-            model.load_state_dict(weights, strict=False)  # the base's weights come from the model's files
-        elif self.stage == 3:
-            return weights
-        else:
-            for name in weights:
-                own[name].copy_(as_tensor(weights[name]).view(own[name].shape))
-        return None
 
     def _build_engine(self, wrapped: nn.Module, weights: HeldSlices | None) -> None:
         """Build DeepSpeed's engine. The optimizer has made no step yet. `weights`: of a checkpoint, at ZeRO 3."""
@@ -177,7 +150,10 @@ class TrainerRank:
             use_gradient_pieces(self.engine.optimizer)
         if self.is_large and self.stage < 3 and self.lora is None and not is_divided:
             TiedEnds.install(model, before_gradient=release_free_heap)
-        self._forget_trial_step()
+        # ZeRO creates the optimizer's state by a trial step on zero gradients, whose count would distort Adam's bias correction
+        for state in plain_optimizer(self.engine).state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"].zero_()
 
     def join_process_group(self, rendezvous: tuple[str, int] | None) -> None:
         """Connect the ranks. `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already."""
@@ -190,15 +166,6 @@ class TrainerRank:
         if self.sequences is not None:
             self.sequences.install(wrapped)
         return wrapped
-
-    def _forget_trial_step(self) -> None:
-        """Reset the step count after DeepSpeed's trial step.
-
-        ZeRO creates the optimizer state by a step on zero gradients, whose count would distort Adam's bias correction.
-        """
-        for state in plain_optimizer(self.engine).state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"].zero_()
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
@@ -354,7 +321,7 @@ class TrainerRank:
     def _average(self, start: HeldSlices | None = None) -> None:
         """Update the weights' moving average. With `start`, begin with that average, and with the weights that it lacks."""
         assert self.settings.ema_beta is not None
-        for name, tensor in self._own_layers():
+        for name, tensor in self.held.own_layers():
             if start is not None:
                 first = as_tensor(start[name]) if name in start else tensor
                 self.average[name] = torch.empty(tensor.shape, dtype=torch.float32).copy_(first)
@@ -363,88 +330,9 @@ class TrainerRank:
 
     # ---- weights and state ------------------------------------------------------------------------------------
 
-    def _is_tied(self, name: str) -> bool:
-        """Return whether a name is the second one of tied weights, which files and engines do not have."""
-        return name == "lm_head.weight" and getattr(self.engine.module.model.config, "tie_word_embeddings", False)
-
-    def _sizes(self) -> dict[str, int]:
-        """Return {name: elements} of all weights."""
-        sizes = parameter_sizes(self.engine, self.stage, self.slices)
-        return {name: size for name, size in sizes.items() if not self._is_tied(name)}
-
-    def _stored(self) -> dict[str, int]:
-        """Return {name: elements} of the weights in a checkpoint: all, or the adapters if only these are trained."""
-        return {name: size for name, size in self._sizes().items() if self.lora is None or self.lora.is_trained(name)}
-
-    def _weights_of(self, owner: dict[str, int]) -> dict[str, Tensor]:
-        return dict(whole_weights(self.engine, self.stage, owner, self.slices))
-
-    def _own_layers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the model, tensor) of this rank's share of what a checkpoint has. Every rank must read all."""
-        return whole_weights(self.engine, self.stage, whole_layers(self._stored(), self.ranks), self.slices)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether each rank holds all weights as they are published, so that those of each node can publish all of them.
-
-        Merged adapters are computed for each version, which unlike devices round differently. So at ZeRO 1 and 2, where the adapters
-        themselves are equal, each layer is merged by one rank. At ZeRO 0 they may not be, and the driver compares them.
-        """
-        merges = self.stage > 0 and self.lora is not None and self.settings.lora.publish != "adapter"
-        return self.stage < 3 and self.section.tensor_parallel == 1 and not merges
-
     def weights(self, place: int | None = None, count: int | None = None) -> Slices:
-        """Return this rank's slices of the weights that engines get, by their names in a file (see `saved_state`). Every rank must call it.
-
-        With ZeRO 3 they are the parts of each tensor that the rank holds. Otherwise, and where tensors are computed from several or have
-        another form in files, layers are shared out among the ranks. With `lora.publish: adapter` the first one returns the adapter.
-
-        Args:
-            place: this rank's number among those that share out the layers, if these are not all ranks; needs `holds_all`.
-            count: number of these ranks.
-        """
-        place, count = (self.rank, self.ranks) if place is None or count is None else (place, count)
-        first = self.rank - place  # ranks count from here on
-        if self.lora is not None and self.settings.lora.publish == "adapter":
-            own = self._weights_of(dict.fromkeys(self._stored(), first))
-            return {} if place else whole_slices({saved_name(k): as_numpy(v) for k, v in own.items()})
-        parts: dict[TensorSlice, np.ndarray] = {}
-        if self.stage == 3 and self.lora is None:
-            whole = unconverted_names(self.engine.module.model)
-            parts = {piece: as_numpy(values) for piece, values in held_weights(self.engine).items() if piece.name in whole}
-        names = {piece.name for piece in parts}
-        owner = whole_layers({name: size for name, size in self._sizes().items() if name not in names}, count)
-        found = self._merged({name: first + number for name, number in owner.items()})
-        if self.reads_published:  # the other ranks' weights are the same
-            self.as_published = unconverted_names(self.engine.module.model)
-        return {**parts, **whole_slices({name: as_numpy(tensor) for name, tensor in found.items()})}
-
-    @property
-    def reads_published(self) -> bool:
-        """Whether `read_published` saves memory, because the next step computes all weights from the optimizer's own copy."""
-        return self.is_large and self.stage in (1, 2) and self.lora is None and self.slices is None
-
-    def read_published(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Take the weights from their published version, in shared memory, and release the memory of the rank's own.
-
-        The next optimizer step writes its own again. Every rank has the same weights, so ranks of a node share them.
-
-        Args:
-            weights: {name: array} of the shards that lie on the rank's node.
-        """
-        for name, parameter in self.engine.module.model.named_parameters():
-            if name in self.as_published and name in weights:
-                start, size = parameter.data_ptr(), parameter.nbytes
-                parameter.data = as_tensor(weights[name])
-                release_pages(start, size)
-        gc.collect()  # an update leaves 0.3 GB behind at 494 M parameters
-        release_free_heap()
-
-    def _merged(self, owner: dict[str, int]) -> dict[str, Tensor]:
-        """Return this rank's weights in the form of files, adapters merged. Every rank must call it. `owner`: rank of each parameter."""
-        weights = self._weights_of(owner)
-        weights = weights if self.lora is None else self.lora.merged(weights)
-        return saved_state(self.engine.module.model, {name: tensor for name, tensor in weights.items() if not self._is_tied(name)})
+        """Return this rank's slices of the weights that engines get, see `RankWeights.published`. Every rank must call it."""
+        return self.held.published(place, count)
 
     def model_files(self, *, trained: bool = False) -> Files:
         """Return this rank's safetensors files of a Hugging Face folder. The files of all ranks together are the model.
@@ -456,7 +344,7 @@ class TrainerRank:
                 device. Otherwise the current weights are returned, adapters merged.
         """
         if not trained:
-            weights = self._merged(whole_layers(self._sizes(), self.ranks))
+            weights = self.held.merged(whole_layers(self.held.sizes(), self.ranks))
         elif self.lora is not None:
             weights = self._state()["weights"]
             return {} if self.rank else self.lora.files(weights)
@@ -465,10 +353,6 @@ class TrainerRank:
         else:
             weights = saved_state(self.engine.module.model, self._state()["weights"])
         return split_files(weights, rank=self.rank, ranks=self.ranks) if weights else {}
-
-    def _trained_weights(self) -> dict[str, Tensor]:
-        """Return all weights that are trained, by their names in the model, from rank 0. Every rank must call it."""
-        return self._weights_of(dict.fromkeys(self._stored(), 0))
 
     def _state(self, *, gathers: bool = True) -> dict[str, Any]:
         """Return this rank's part of a checkpoint. The parts of all ranks together are complete.
@@ -480,7 +364,7 @@ class TrainerRank:
             return self.parked_state
         adapters = self.lora is not None
         return {
-            "weights": self._trained_weights() if adapters else dict(self._own_layers()) if gathers else {},
+            "weights": self.held.trained() if adapters else dict(self.held.own_layers()) if gathers else {},
             "moments": held_moments(self.engine, self.stage, self.slices),
             "average": self.average,
             "optimizer_steps": self.optimizer_steps,
@@ -494,24 +378,7 @@ class TrainerRank:
         """
         divided = self.stage == 3 and self.lora is None  # nothing is gathered
         state = self._state(gathers=not divided)
-        files: Files = {}
-        if divided:
-            held = held_weights(self.engine)
-            # one rank has whole tensors, which other programs read too
-            content = save_tensors(_whole(held), {"format": "pt"}) if self.ranks == 1 else save_slices(held)
-            files[shard_name("model", self.rank, self.ranks)] = content
-        elif self.lora is None:
-            files[shard_name("model", self.rank, self.ranks)] = save_tensors(state["weights"], {"format": "pt"})
-        elif self.rank == 0:
-            files |= self.lora.files(state["weights"])
-        moments = state["moments"]
-        files[shard_name("optimizer", self.rank, self.ranks)] = save_tensors(_whole(moments)) if self.ranks == 1 else save_slices(moments)
-        if self.rank == 0:
-            numbers = {"optimizer_steps": state["optimizer_steps"], "rng": state["rng"].numpy().tobytes().hex()}
-            files["learner.json"] = json.dumps(numbers).encode()
-        if state["average"]:
-            files[shard_name(AVERAGE, self.rank, self.ranks)] = save_tensors(state["average"], {"format": "pt"})
-        return files
+        return write_state(state, self.rank, self.ranks, self.lora, held_weights(self.engine) if divided else None)
 
     # ---- between updates --------------------------------------------------------------------------------------
 
@@ -538,6 +405,7 @@ class TrainerRank:
             for stem, (held, is_kept) in found.items()
         }
         self.engine.destroy()
+        del self.held
         self.engine = self.lora = self.slices = self.sequences = None
         gc.collect()  # the engine is in cycles
         leave_process_group()
@@ -569,42 +437,3 @@ class TrainerRank:
         return_to_device(self.engine, self.stage, self.device, self.hosted)
         self.is_parked, self.parked_state = False, {}
         return [Span("transfer", "return to device", start, time.time())]
-
-
-def fetched_by(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the bytes that a process has fetched of other ranks' parts of a state that it read, and those that it had to fetch."""
-    parts = [part for part in state.values() if isinstance(part, ReshardedSlices)]
-    return sum(part.fetched_bytes for part in parts), sum(part.lacked_bytes for part in parts)
-
-
-def _whole(held: Mapping[TensorSlice, Tensor]) -> dict[str, Tensor]:
-    """Return slices that are whole tensors by name."""
-    return {piece.name: values.view(piece.shape) for piece, values in held.items()}
-
-
-def read_state(files: Files, divided: Mapping[str, RemoteFile] | None = None, former: Former | None = None) -> dict[str, Any]:
-    """Read the files that `TrainerRank.state_files` returned on all ranks. Tensors are views of the files, which may be read-only.
-
-    Args:
-        divided: files with tensors of ranks, which are fetched when they are used.
-        former: what the process held when it was one of these ranks; it reads this first.
-    """
-    parts = [(name, content) for name, content in sorted({**files, **(divided or {})}.items()) if name.endswith(WEIGHTS)]
-
-    def of(stem: str) -> HeldSlices:
-        named = [(name, content) for name, content in parts if name.startswith(stem)]
-        if former is None:
-            return slices_in(content for _, content in named)
-        mine = former.get(stem, NOTHING)
-        own, others = (slices_in(x for name, x in named if (name == mine.file) is is_own) for is_own in (True, False))
-        return ReshardedSlices(own, others, mine)
-
-    model, moments, average = map(of, ("model", "optimizer", AVERAGE))
-    adapters = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()} if ADAPTER in files else None
-    weights = model if adapters is None else adapters
-    numbers = json.loads(bytes(files["learner.json"]))
-    if "rng" in numbers:
-        numbers["rng"] = torch.frombuffer(bytearray.fromhex(numbers["rng"]), dtype=torch.uint8)
-    else:  # older checkpoints
-        numbers["rng"] = as_tensor(moments["rng"]).clone()
-    return {"weights": weights, "moments": moments, "average": average, **numbers}

@@ -62,7 +62,7 @@ class PrefixStage:
             costs = replace(costs, instance_s=costs.instance_s + start_s)
         most = self.context.most_engines(self.pool.width)
         return choose_prefix(
-            demand, costs, mode=self.mode, time_value=self.context.autoscaler.value_per_s, max_instances=most,
+            demand, costs, mode=self.mode, time_value=self.context.autoscaler.criteria.value_per_s, max_instances=most,
             page_bytes=self.page_bytes, cap_bytes=self.cap_bytes,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import ClassVar, Self
 
 from placement import memory, peak_memory
-from placement.drafting import MODEL_SEQUENCES
+from placement.drafting.acceptance import MODEL_SEQUENCES
 from placement.peak_memory import MicroBatch
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.model_checks import refusal

@@ -76,7 +76,7 @@ class ScoreStage:
         """Start a process at `slot` now if none is warm and it is time to: the score phase begins in `seconds`."""
         if self.pool.parked or self.pool.working or self.pool.width > 1:  # the devices of a wide worker are not known yet
             return
-        if self.context.autoscaler.prewarm_now(seconds, START_S, self.context.ledger.parked_price(slot.node, FIRST_MB)):
+        if self.context.autoscaler.steps.prewarm_now(seconds, START_S, self.context.ledger.parked_price(slot.node, FIRST_MB)):
             self.pool.prewarm(slot)
 
     def _park(self) -> list[Lease]:

@@ -55,7 +55,7 @@ class MigrationPolicy(Plugin):
         Args:
             rule: "tau", the rule of the RLHFless paper (arXiv 2602.22718) with share `tau`, "auto", the planner's, or "off".
             carries: whether engines can copy KV pages.
-            safely: see `Autoscaler.safely`; the default lets exceptions pass.
+            safely: see `Predictor.safely`; the default lets exceptions pass.
             are_taken: whether this step makes the moves that the planner wants, see `StepPredictor.takes`.
         """
         self.rule, self.tau = rule, tau

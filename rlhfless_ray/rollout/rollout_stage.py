@@ -80,7 +80,7 @@ class RolloutStage:
         self.drafts = SharedDrafts(drafter) if rollout.speculation != "off" else None
         rule = "off" if context.recipe.agent.path else rollout.migrate  # the remaining length of an episode cannot be forecast
         self.migration = MigrationPolicy(
-            rule, rollout.migrate_tau, carries, context.autoscaler.safely, partial(context.autoscaler.takes, "moves")
+            rule, rollout.migrate_tau, carries, context.autoscaler.safely, partial(context.autoscaler.steps.takes, "moves")
         )
         context.autoscaler.terms.include(self.migration.pauses)
         self.of_all: list[Plugin] = [self.drafts] if self.drafts is not None else []  # plugins of every rollout
@@ -154,10 +154,12 @@ class RolloutStage:
         """Order the engines by these shares. The longest share goes to the learner's node if loading weights is faster there."""
         engines, homes, autoscaler = self.pool.working, self.publisher.learner_nodes, self.context.autoscaler
         prompts = np.repeat([len(p.token_ids) for p in step.prompts], self.context.recipe.rollout.samples_per_prompt)
-        work_s = np.array([autoscaler.work_s(step.expected_work[share], prompts[share]) for share in shares])
+        work_s = np.array([autoscaler.predictor.work_s(step.expected_work[share], prompts[share]) for share in shares])
         overhead_s = np.array(
             [
-                autoscaler.overhead_s(self.weight_bytes, e.slot.node not in homes, e.loading is not None or e.version != weights.version)
+                autoscaler.predictor.overhead_s(
+                    self.weight_bytes, e.slot.node not in homes, e.loading is not None or e.version != weights.version
+                )
                 for e in engines
             ]
         )
@@ -210,7 +212,7 @@ class RolloutStage:
     def decide_lease(self, tail_s: float, needed_next: bool) -> Decision:
         """Have the autoscaler decide about an idle engine's lease. Beside an update, `idle_s` says how long the slot would be idle."""
         autoscaler = self.context.autoscaler
-        return autoscaler.drained(tail_s, needed_next) if self.idle_s is None else autoscaler.hold_idle(self.idle_s(tail_s))
+        return autoscaler.steps.drained(tail_s, needed_next) if self.idle_s is None else autoscaler.steps.hold_idle(self.idle_s(tail_s))
 
     def _staff(self, actors: int, begin: Callable[[Instance], None], wait_s: float, ends: Callable[[], bool] | None) -> None:
         """Take slots for engines. `ends`: for work beside an update, whether it has ended.
@@ -269,7 +271,7 @@ class RolloutStage:
     def _begin_moves(self, lengths: np.ndarray) -> None:
         """Prepare the migration policy. `lengths`: (n, S) draws of the responses' lengths."""
         autoscaler, rollout, elastic = self.context.autoscaler, self.context.recipe.rollout, self.context.recipe.functions.elastic
-        second = autoscaler.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
+        second = autoscaler.criteria.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
         speed, prefill, start_s = autoscaler.engines.fit.speed, autoscaler.terms.prefill.per_unit_s, autoscaler.terms.cold_start.predict()
         self.migration.prepare(lengths, speed, second, prefill, rollout.max_tokens, start_s)
 
@@ -280,7 +282,7 @@ class RolloutStage:
         context.broker.resize(self.pool, context.most_engines(self.pool.width), wait_s=0.2)
         requests = make_evaluation_requests(context.recipe, prompts, settings)
         prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in settings])
-        expected = context.autoscaler.expected(prompts)[prompt_of]
+        expected = context.autoscaler.predictor.expected(prompts)[prompt_of]
         source = self.make_source(WantedResponses(requests, prompts, expected, weights.version))
         driver = self._driver(source, weights, [RolloutListener(self._on_progress), *self.of_all])
         self._run(driver, assign_groups(expected, prompt_of, len(self.pool.working)))
@@ -310,9 +312,9 @@ class RolloutStage:
         overhead_s = time.monotonic() - self.began_s - max(result.decode_s.values(), default=0.0)
         self.traffic.loaded(version, (node for node, _ in result.loads))
         for node, seconds in result.loads:
-            autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
+            autoscaler.predictor.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
         self.restart_s = max(0.0, overhead_s - max((seconds for _, seconds in result.loads), default=0.0)) if all_warm else None
-        autoscaler.observe_rollout(result.steps, overhead_s if all_warm else None)
+        autoscaler.predictor.observe_rollout(result.steps, overhead_s if all_warm else None)
         return result
 
     @property
@@ -327,14 +329,14 @@ class RolloutStage:
     def _shared_slots(self) -> list[Plugin]:
         """Return the exchange of slots. There is none without a shared pool."""
         context, autoscaler, source = self.context, self.context.autoscaler, self.context.leases.source
-        if autoscaler.bids is None or not isinstance(source, PoolClient):
+        if autoscaler.criteria.bids is None or not isinstance(source, PoolClient):
             return []
         width = self.pool.width
 
         def renew(left: np.ndarray, tokens: np.ndarray, working: int, warm: int) -> int:
             return autoscaler.renew_rollout(left, tokens, working, warm, context.most_engines(width))  # nodes may join while it runs
 
-        most = min(autoscaler.bids.most // width, context.most_engines(width))
+        most = min(autoscaler.criteria.bids.most // width, context.most_engines(width))
         return [SharedSlots(context.leases, source, most, autoscaler.terms.warm_start.predict(), renew)]
 
     def give_back(self, instance: Instance, decision: Decision) -> None:

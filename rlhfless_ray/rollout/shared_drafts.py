@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from placement.drafting import Learned, News
+from placement.drafting.acceptance import News
+from placement.drafting.attempts import Learned
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_calls import Attached

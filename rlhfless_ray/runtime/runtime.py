@@ -287,7 +287,7 @@ class Runtime:
         for message in {engine.note: 0 for engine in engines.values() if engine.note}:
             record.progress.message(message)
         if self.shared_pool is not None:
-            self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, self.rank_counts[0])
+            self.autoscaler.criteria.bids = MarketBids(self.shared_pool, self.autoscaler.criteria.objective, self.rank_counts[0])
         nodes = EngineNodes(self.leases.nodes, rollout.nodes, rollout.least_width, self._learner_node, record.progress.message)
         most = {width: rollout.max_actors // (width if chooses_width else 1) for width in engines}
         limits = partial(nodes.limits, most, rollout.min_actors)

@@ -32,7 +32,7 @@ class StepRecords:
         context, autoscaler = self.stages.context, self.stages.context.autoscaler
         context.record.samples(step.number, step.samples)
         step.metrics |= context.record.summarize_samples(step.samples)
-        autoscaler.observe_samples(step.prompts, step.answers)
+        autoscaler.predictor.observe_samples(step.prompts, step.answers)
         most = context.most_engines(autoscaler.engines.width)
         step.metrics |= autoscaler.quality(step.forecast, step.answers, step.prompts, most)
         step.metrics["epoch"] = self.session.source.cursor.epoch
@@ -71,7 +71,7 @@ class StepRecords:
         if saves:
             state.save(metric=metric, best=best, export=True)
         for pool in self.stages.generating():
-            pool.end_expired(context.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
+            pool.end_expired(context.autoscaler.steps.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
         if others_wait:
             self._yield_slots()
         context.broker.check("the end of the step", self.stages.pools())
@@ -113,19 +113,19 @@ class StepRecords:
     def _write_row(self, step: Step) -> None:
         context, groups = self.stages.context, self.stages.learn.worker_groups
         groups.start_snapshots()
-        context.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
+        context.autoscaler.predictor.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.session.groups.observe(step)
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **groups.learner.recovery.take_metrics()}
         step.metrics |= self.memory(step.plan.actors if step.plan else 1)
-        if context.autoscaler.bids is not None:
-            step.metrics |= context.autoscaler.bids.metrics()
-        step.metrics |= context.autoscaler.accuracy()  # of the steps before
+        if context.autoscaler.criteria.bids is not None:
+            step.metrics |= context.autoscaler.criteria.bids.metrics()
+        step.metrics |= context.autoscaler.steps.accuracy()  # of the steps before
         context.record.step(step, self.session.last_step, self.stages.replacements, context.leases.waited_s)
-        context.autoscaler.observe_plan(step.plan, step.metrics)
-        for sentence in context.autoscaler.far_off(step.metrics):
+        context.autoscaler.steps.observe_plan(step.plan, step.metrics)
+        for sentence in context.autoscaler.steps.far_off(step.metrics):
             context.say(f"step {step.number}: {sentence}")
-        context.record.put_off(context.autoscaler.settle)
+        context.record.put_off(context.autoscaler.predictor.settle)
 
     def _yield_slots(self) -> None:
         """Give up free slots for which another run waited when the step ended."""

@@ -26,7 +26,7 @@ def wake_early(session: RolloutSession, update: Pending[UpdateStats], saves: boo
     if reason := _obstacle(session, saves, missing):
         step.metrics["rollout/wake_reason"] = reason
         return
-    when = autoscaler.time_wake(session.update_ends_s - time.monotonic(), missing * stage.pool.width)
+    when = autoscaler.steps.time_wake(session.update_ends_s - time.monotonic(), missing * stage.pool.width)
     if when is None:
         return
     step.metrics["rollout/wake_reason"] = when.reason
@@ -47,7 +47,7 @@ def _obstacle(session: RolloutSession, saves: bool, missing: int) -> str:
         return "engines work beside the update"
     if not session.context.recipe.functions.elastic:
         return "functions.elastic is off"
-    if session.context.autoscaler.bids is not None:
+    if session.context.autoscaler.criteria.bids is not None:
         return "slots of a shared pool come for the bids of a phase"
     if saves:
         return "a checkpoint comes first"
@@ -57,4 +57,4 @@ def _obstacle(session: RolloutSession, saves: bool, missing: int) -> str:
         return "shared prefixes are computed first"
     if not missing:
         return "all engines take slots that the learner holds"
-    return "" if session.context.autoscaler.expected_update_s else "no update was measured yet"
+    return "" if session.context.autoscaler.predictor.expected_update_s else "no update was measured yet"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.pause import Pause
 from rlhfless_ray.session.prompt_source import Pick, PromptSource
 from rlhfless_ray.session.send_prefixes import SendPrefixes
 from rlhfless_ray.session.weight_timing import WeightTiming
@@ -41,20 +42,12 @@ from rlhfless_ray.step.step_prefixes import StepPrefixes
 from rlhfless_ray.types import Group, Sample, Scored, UpdateStats, WeightVersion
 
 
-@dataclass
-class Pause:
-    """What a rollout lost between its part beside an update and the rest, under the update's weights."""
-
-    plan_s: float  # time of planning the rest
-    rollout_began_s: float = 0.0  # when the rest's phase began, on the clock of `RolloutSession.working_s`
-
-
 class RolloutSession:
     update: Pending[UpdateStats] | Pending[None] | None = None  # of the learner, while it is under way
     update_ends_s = 0.0  # when it will end by its prediction, on the clock of time.monotonic
     begun: list[Group] | None = None  # the next step's groups with their responses, once a rollout beside an update has begun them
     goes_on = False  # whether the update has ended before the rollout beside it, which goes on under its weights
-    pause: Pause | None = None
+    pause: Pause | None = None  # before the rest of the rollout that goes on
     limits: Limits | None = None  # of the newest plan
     upcoming: Step | None = None  # admitted, and not taken yet
 
@@ -100,7 +93,7 @@ class RolloutSession:
 
     def _forecast(self, step: Step) -> None:
         step.prompts = [group.prompt for group in step.batch.groups]
-        step.forecast = self.context.autoscaler.forecast(step.prompts, step.number)
+        step.forecast = self.context.autoscaler.predictor.forecast(step.prompts, step.number)
         if not step.batch.is_new:
             step.work = self._forecast_work(step)
 
@@ -179,7 +172,7 @@ class RolloutSession:
 
     def update_is(self, update: Pending[UpdateStats]) -> Pending[UpdateStats]:
         """Take the update that has begun, which `admit` looks at."""
-        self.update, self.update_ends_s = update, time.monotonic() + self.context.autoscaler.expected_update_s
+        self.update, self.update_ends_s = update, time.monotonic() + self.context.autoscaler.predictor.expected_update_s
         return update
 
     def admit(self, pick: Pick | None = None) -> Step | None:
@@ -210,7 +203,7 @@ class RolloutSession:
             step.work = self._forecast_work(step)
         step.plan = self._plan(step)
         step.prefixes = self._weigh_prefixes(step)
-        self.pause = Pause(time.monotonic() - began_s) if went_on else None
+        self.pause = Pause(self.context.leases, time.monotonic() - began_s) if went_on else None
 
     def wait_for_weights(self) -> WeightVersion:
         """Return the newest weights, once engines cannot lose them."""
@@ -256,13 +249,13 @@ class RolloutSession:
             if not extra.batch.groups:
                 return []
             self._forecast(extra)
-            self.context.autoscaler.learn()
+            self.context.autoscaler.predictor.learn()
             extra.plan = self._plan(extra)
             with self._phase(extra.plan):
                 self._generate(extra)
             step.metrics |= {name: value for name, value in extra.metrics.items() if name.startswith("partial/")}
             scored = score(extra.samples)
-            self.context.autoscaler.observe_samples(extra.prompts, scored)
+            self.context.autoscaler.predictor.observe_samples(extra.prompts, scored)
             return scored
 
         try:
@@ -294,7 +287,7 @@ class RolloutSession:
         context, beside = self.context, self.update
         name = "rollout" if beside is None else "rollout_ahead"
         if self.pause is not None:
-            self.pause.rollout_began_s = self.working_s
+            self.pause.begin_phase()
         plan, delay = context.autoscaler.begin_rollout(plan, self.stage.grows)
         if delay.seconds:
             self.step.metrics["pool/wait_reason"] = delay.reason
@@ -303,11 +296,6 @@ class RolloutSession:
         self.goes_on = False
         with self.accounted(name, self.stage.phase(plan, self.weights, name, delay.seconds, ends, idle_s, lambda: self.goes_on)):
             yield
-
-    @property
-    def working_s(self) -> float:
-        """Time on a clock that stops while the step waits for slots. The length of a pause is measured without such waits."""
-        return time.monotonic() - self.context.leases.waited_s
 
     def _idle_beside_s(self, tail_s: float) -> float:
         """Return the seconds until the slot of an idle engine beside the update is needed again. `tail_s`: until the rollout ends.
@@ -318,14 +306,17 @@ class RolloutSession:
         left_s, autoscaler = max(tail_s, self.update_ends_s - time.monotonic()), self.context.autoscaler
         if self.mode.boundary.cuts:
             return left_s
-        return left_s + autoscaler.apart_s(autoscaler.update_tokens, len(self.step.samples))
+        return left_s + autoscaler.predictor.apart_s(autoscaler.predictor.update_tokens, len(self.step.samples))
 
     def _generate(self, step: Step) -> None:
         """Generate the missing responses of the step's batch, and set its samples if enough of its groups are complete then."""
         if self.update is None:
-            began_s = self.working_s
+            pause, self.pause = self.pause, None
+            if pause is not None:
+                pause.end()
             samples = self.generate(step)
-            self._observe_pause(began_s)
+            if pause is not None and self.stage.restart_s is not None:
+                self.context.autoscaler.terms.pause.observe(0.0, pause.seconds + self.stage.restart_s)
         else:
             if not self.stage.pool.working or (found := self._generate_beside_update(step)) is None:
                 self._say(step, "no slot is free beside the update, so its rollout begins after it")
@@ -359,12 +350,6 @@ class RolloutSession:
             self.scoring, self.learn, context.broker, step.batch, beside_update=beside, drafters=drafters, handover_s=handover_s
         )
         return [work]
-
-    def _observe_pause(self, generate_began_s: float) -> None:
-        if self.pause is not None and self.stage.restart_s is not None:
-            seconds = self.pause.plan_s + generate_began_s - self.pause.rollout_began_s + self.stage.restart_s
-            self.context.autoscaler.terms.pause.observe(0.0, seconds)
-        self.pause = None
 
     def _generate_beside_update(self, step: Step) -> list[Sample] | None:
         """Generate until the step's groups are complete or engines take the update's weights. Returns None if all engines are lost."""

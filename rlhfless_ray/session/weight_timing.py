@@ -60,21 +60,21 @@ class WeightTiming:
         autoscaler = self.autoscaler
         if not self.can_wait or STOP.number is not None or self.update.has_failed():
             return TakeWeights(0.0, "")
-        is_measured = autoscaler.terms.pause.records and autoscaler.engines.fit.records and autoscaler.step_s
+        is_measured = autoscaler.terms.pause.records and autoscaler.engines.fit.records and autoscaler.predictor.step_s
         if self.stale_cost is None or not is_measured:
             return TakeWeights(0.0, "new weights now: the price of a pause or of old tokens is not measured yet")
         recipe, width = autoscaler.recipe, autoscaler.engines.width
         costs = PauseCosts(
-            autoscaler.engine_speed,
+            autoscaler.predictor.engine_speed,
             max(1, len(rollout.pool.working)),
             autoscaler.most_after_update(self.most_engines),
             width,
             self.learner_slots,
             autoscaler.terms.pause.predict(),
             recipe.rollout.partial_kv == "recompute",
-            autoscaler.value_per_s,
-            autoscaler.step_s,
-            autoscaler.update_tokens,
+            autoscaler.criteria.value_per_s,
+            autoscaler.predictor.step_s,
+            autoscaler.predictor.update_tokens,
             self.stale_cost,
         )
         return autoscaler.safely(

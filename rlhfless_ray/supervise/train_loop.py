@@ -23,7 +23,7 @@ from rlhfless_ray.common.deadlines import fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.learn.trainer_rank import read_state
+from rlhfless_ray.learn.rank_state import read_state
 from rlhfless_ray.local.laptop.cpu_bfloat16 import note
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE

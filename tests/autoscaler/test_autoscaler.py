@@ -51,7 +51,7 @@ def same_frontiers() -> Iterator[None]:
         return [*known[key]]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", once)
+        patched.setattr("rlhfless_ray.autoscaler.rollout_frontiers.frontier", once)
         yield
 
 
@@ -82,15 +82,15 @@ def answers(asked: list[Prompt], seed: int = 0) -> list[Sample]:
 
 def trained(auto: Autoscaler, steps: int = 6) -> Autoscaler:
     for step in range(steps):
-        auto.observe_samples(prompts(), answers(prompts(), step))
-        auto.observe_rollout(EngineSteps(EngineStep(n, n, 20 * n, SPEED.step_s(n)) for n in range(1, 65)), 0.05)
-    auto.learn()
+        auto.predictor.observe_samples(prompts(), answers(prompts(), step))
+        auto.predictor.observe_rollout(EngineSteps(EngineStep(n, n, 20 * n, SPEED.step_s(n)) for n in range(1, 65)), 0.05)
+    auto.predictor.learn()
     return auto
 
 
 def test_every_sequence_is_in_one_share_whatever_the_number_of_engines():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
-    scenarios = auto.forecast(prompts(), 7)
+    scenarios = auto.predictor.forecast(prompts(), 7)
     plan = auto.plan(scenarios, prompts(), 4, step=7, warm=4)
     assert plan.actors > 1
     expected, groups = scenarios.lengths.mean(1), np.repeat(np.arange(16), 4)
@@ -104,7 +104,7 @@ def test_preferring_speed_takes_more_engines_than_preferring_cost_and_the_likely
     sizes = {}
     for prefer in (0.0, 1.0):
         auto = trained(Autoscaler(recipe(objective={"prefer": prefer}), SPEED))
-        scenarios = auto.forecast(prompts(), 7)
+        scenarios = auto.predictor.forecast(prompts(), 7)
         plan = auto.plan(scenarios, prompts(), 4, step=7, warm=4)
         sizes[prefer] = plan.actors
         assert plan.decision.plan is not None and plan.reason.startswith(in_words(plan.decision.plan))
@@ -116,58 +116,58 @@ def test_preferring_speed_takes_more_engines_than_preferring_cost_and_the_likely
 
 def test_a_deadline_that_cannot_be_met_is_said_and_the_nearest_plan_taken():
     auto = trained(Autoscaler(recipe(objective={"deadline_s": 1e-3}), SPEED))
-    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    plan = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
     assert "no plan takes 0.001 s or less; the nearest deadline that can be met is" in plan.reason
     assert plan.decision.time_s == min(p.time_s for p in plan.frontier)
 
 
 def test_a_deadline_and_a_budget_cover_what_surrounds_decoding():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1}), SPEED))
-    fastest = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+    fastest = auto.plan(auto.predictor.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
     whole_s = fastest.predicted_s
     decoding_s = (whole_s - auto.terms.around.predict()) / (1 + auto.engines.fit.overhead)
     assert whole_s == pytest.approx(fastest.frontier[0].time_s) and whole_s > 1.02 * decoding_s
     between = Objective(deadline_s=(decoding_s + whole_s) / 2)
-    auto.objective = between
-    plan = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+    auto.criteria.objective = between
+    plan = auto.plan(auto.predictor.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
     assert "no plan takes" in plan.reason, "decoding alone would end by then, the rollout would not"
     for goal in (Objective(deadline_s=1.3 * whole_s), Objective(budget=1.3 * fastest.frontier[-1].cost)):
-        auto.objective, auto.actors = goal, 0
-        plan = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+        auto.criteria.objective, auto.actors = goal, 0
+        plan = auto.plan(auto.predictor.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
         assert "no plan" not in plan.reason
         assert plan.predicted_s <= (goal.deadline_s or np.inf) and plan.cost.corrected <= (goal.budget or np.inf) * (1 + 1e-9)
 
 
 def test_a_deadline_that_the_engines_held_miss_brings_more_of_them():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
-    fastest = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
-    auto.objective, auto.actors = Objective(deadline_s=1.001 * fastest.predicted_s), 1
-    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
-    assert plan.actors > 1 and plan.predicted_s <= auto.objective.deadline_s
+    fastest = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    auto.criteria.objective, auto.actors = Objective(deadline_s=1.001 * fastest.predicted_s), 1
+    plan = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    assert plan.actors > 1 and plan.predicted_s <= auto.criteria.objective.deadline_s
 
 
 def test_a_planner_that_fails_keeps_the_last_good_size_and_says_so(monkeypatch):
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
-    good = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    good = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
     auto.actors = good.actors
-    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
-    bad = auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
+    monkeypatch.setattr("rlhfless_ray.autoscaler.rollout_frontiers.frontier", lambda *a, **k: 1 / 0)
+    bad = auto.plan(auto.predictor.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
     assert bad.has_failed and bad.actors == good.actors and bad.decision.time_s == good.decision.time_s
     assert bad.reason == f"the planner failed; the last good plan is kept: {good.reason}"
     assert "planning engines failed (ZeroDivisionError: division by zero)" in auto.troubles
     assert bad.decision.plan is None, "the groups were of other sequences"
-    again = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
+    again = auto.plan(auto.predictor.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
     assert again.reason.count("the planner failed") == 1, "reasons do not pile up"
     shares = bad.shares(2, np.ones(64), np.repeat(np.arange(16), 4))
     assert sorted(np.concatenate(shares).tolist()) == list(range(64))
 
 
 def test_a_planner_that_fails_before_any_plan_keeps_the_engines_within_the_limits(monkeypatch):
-    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("rlhfless_ray.autoscaler.rollout_frontiers.frontier", lambda *a, **k: 1 / 0)
     for last, fewest, engines in ((0, 1, 1), (0, 2, 2), (3, 1, 3), (9, 1, 4)):
         auto = Autoscaler(recipe(rollout={"min_actors": fewest}), SPEED)
         auto.actors = last
-        plan = auto.plan(auto.forecast(prompts(), 1), prompts(), 4, step=1, warm=4)
+        plan = auto.plan(auto.predictor.forecast(prompts(), 1), prompts(), 4, step=1, warm=4)
         assert plan.has_failed and plan.actors == engines
         assert plan.reason == f"the planner failed; no plan before it, {engines} engines"
 
@@ -188,16 +188,16 @@ def test_what_does_not_fit_an_engine_waits_for_room_or_gets_another_engine():
         auto = Autoscaler(recipe(objective={"prefer": 0.0}), SPEED)
         auto.expect({1: ExpectedEngine(SPEED, capacity)}, "")
         trained(auto)
-        plans[capacity] = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4).decision
+        plans[capacity] = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4).decision
     free, tight = plans[None], plans[400]
     assert free.actors == 1 and tight.time_s * tight.actors > 1.3 * free.time_s, "one engine cannot hold all of it at once"
     auto.expect({1: ExpectedEngine(SPEED, 1)}, "")  # less than any sequence: a forecast beyond the cache must not end the planning
-    assert "the planner failed" not in auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4).reason
+    assert "the planner failed" not in auto.plan(auto.predictor.forecast(prompts(), 8), prompts(), 4, step=8, warm=4).reason
 
 
 def test_fixed_pools_hold_every_engine_and_plan_nothing():
     auto = Autoscaler(recipe(functions={"elastic": False}), SPEED)
-    plan = auto.plan(auto.forecast(prompts(), 1), prompts(), 3, step=1, warm=0)
+    plan = auto.plan(auto.predictor.forecast(prompts(), 1), prompts(), 3, step=1, warm=0)
     assert plan.actors == 3 and plan.frontier == () and "functions.elastic is off" in plan.reason
 
 
@@ -207,7 +207,7 @@ def test_a_cold_engine_must_pay_back_and_a_warm_one_is_taken_at_once():
         auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
         auto.actors = 1
         auto.terms.warm_start.observe(0.0, np.full(8, 0.005))
-        plan = auto.plan(auto.forecast(prompts(), 2), prompts(), 2, step=2, warm=warm)
+        plan = auto.plan(auto.predictor.forecast(prompts(), 2), prompts(), 2, step=2, warm=warm)
         chosen[warm] = plan.actors
     assert chosen == {1: 1, 2: 2}
 
@@ -216,7 +216,7 @@ def test_what_was_learned_survives_a_resume_exactly():
     auto = trained(Autoscaler(recipe(), SPEED))
     again = Autoscaler(recipe(), SPEED)
     again.restore(auto.state())
-    a, b = auto.forecast(prompts(), 9), again.forecast(prompts(), 9)
+    a, b = auto.predictor.forecast(prompts(), 9), again.predictor.forecast(prompts(), 9)
     assert np.array_equal(a.lengths, b.lengths)
     one, two = (x.plan(s, prompts(), 4, step=9, warm=4) for x, s in ((auto, a), (again, b)))
     assert one.reason == two.reason and one.predicted_s == pytest.approx(two.predicted_s)
@@ -224,13 +224,13 @@ def test_what_was_learned_survives_a_resume_exactly():
 
 def test_what_learn_phases_take_before_the_policys_update_is_a_term_of_the_step_and_survives_a_resume():
     auto, asked = trained(Autoscaler(recipe(), SPEED)), prompts()
-    scenarios = auto.forecast(asked, 7)
+    scenarios = auto.predictor.forecast(asked, 7)
     without = auto.plan(scenarios, asked, 4, step=7, warm=4).step.corrected
     for seed in range(8):
         samples = answers(asked, seed)
-        auto.observe_passes(samples, 0.2 + 0.001 * response_tokens(samples).sum())
-        auto.observe_update(1, samples, 1.0)
-        auto.observe_step({"rollout": 1.0}, 3.5 + auto.passes_s, 64)
+        auto.predictor.observe_passes(samples, 0.2 + 0.001 * response_tokens(samples).sum())
+        auto.predictor.observe_update(1, samples, 1.0)
+        auto.predictor.observe_step({"rollout": 1.0}, 3.5 + auto.predictor.passes_s, 64)
     again = Autoscaler(recipe(), SPEED)
     again.restore(auto.state())
     tokens = scenarios.lengths.mean(1).sum()
@@ -243,8 +243,8 @@ def test_what_learn_phases_take_before_the_policys_update_is_a_term_of_the_step_
 
 def test_evaluation_is_no_part_of_a_steps_time() -> None:
     auto = Autoscaler(recipe(), SPEED)
-    auto.observe_step({"rollout": 1.0, "learn": 0.5, "eval": 20.0}, 22.0, 64)
-    assert auto.step_s == pytest.approx(2.0)
+    auto.predictor.observe_step({"rollout": 1.0, "learn": 0.5, "eval": 20.0}, 22.0, 64)
+    assert auto.predictor.step_s == pytest.approx(2.0)
 
 
 def finished(plan: RolloutPlan, rollout: float, step: float, cost: float = 1.0, eval_s: float = 0.0) -> dict[str, float]:
@@ -255,13 +255,13 @@ def finished(plan: RolloutPlan, rollout: float, step: float, cost: float = 1.0, 
 
 def test_predictions_are_corrected_by_what_they_missed_and_survive_a_resume() -> None:
     auto, asked = trained(Autoscaler(recipe(), Speed(0.001, 0.0001))), prompts()
-    scenarios = auto.forecast(asked, 7)
+    scenarios = auto.predictor.forecast(asked, 7)
     first = auto.plan(scenarios, asked, 4, step=7, warm=4)
     assert first.rollout.corrected == first.rollout.by_model, "nothing was missed yet"
     for turn in range(20):
         plan, noise = auto.plan(scenarios, asked, 4, step=7, warm=4), 0.05 * (-1) ** turn
-        auto.observe_plan(plan, finished(plan, 1.3 + noise, 1.2 + noise))
-        auto.observe_plan(plan, finished(plan, 9.0, 9.0, eval_s=1.0))  # an evaluation is in no plan
+        auto.steps.observe_plan(plan, finished(plan, 1.3 + noise, 1.2 + noise))
+        auto.steps.observe_plan(plan, finished(plan, 9.0, 9.0, eval_s=1.0))  # an evaluation is in no plan
     plan = auto.plan(scenarios, asked, 4, step=7, warm=4)
     assert plan.rollout.by_model == pytest.approx(first.rollout.by_model)
     assert plan.predicted_s == pytest.approx(1.3 * first.predicted_s, rel=0.03) and plan.predicted_s == plan.decision.time_s
@@ -277,27 +277,27 @@ def test_predictions_are_corrected_by_what_they_missed_and_survive_a_resume() ->
 @pytest.mark.parametrize("worth", [0.8, 1.2])
 def test_what_is_on_trial_is_taken_only_if_steps_with_it_are_cheaper(worth: float) -> None:
     auto, asked = trained(Autoscaler(recipe(), Speed(0.001, 0.0001))), prompts()
-    scenarios, taken = auto.forecast(asked, 7), []
+    scenarios, taken = auto.predictor.forecast(asked, 7), []
     for _ in range(60):
         plan = auto.plan(scenarios, asked, 4, step=7, warm=4)
-        taken.append(auto.takes("moves"))
-        assert auto.takes("moves") == taken[-1], "one answer a step"
+        taken.append(auto.steps.takes("moves"))
+        assert auto.steps.takes("moves") == taken[-1], "one answer a step"
         factor = worth if taken[-1] else 1.0
-        auto.observe_plan(plan, finished(plan, factor, factor, factor))
+        auto.steps.observe_plan(plan, finished(plan, factor, factor, factor))
     assert np.mean(taken[20:]) > 0.8 if worth < 1 else np.mean(taken[20:]) < 0.2
     ahead = Autoscaler(
         recipe(rollout={"ahead": True, "max_lag_steps": 1, "partial": "continue"}, algorithm={"importance_cap": 2.0}), Speed(0.001, 0.0001)
     )
-    assert ahead.takes("moves") and ahead.takes("early_gradients"), "steps that overlap are not compared"
+    assert ahead.steps.takes("moves") and ahead.steps.takes("early_gradients"), "steps that overlap are not compared"
 
 
 def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_learner():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}, learner={"max_slots_per_rank": 4}), SPEED))
-    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
-    assert auto.engine_speed.prefill_s > 0, "and prompts are part of the plan's own time"
+    plan = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    assert auto.predictor.engine_speed.prefill_s > 0, "and prompts are part of the plan's own time"
     assert auto.terms.around.predict() > 0 and plan.predicted_s == plan.decision.time_s, "one prediction a quantity"
     assert f"{plan.predicted_s:.3g} s" in plan.reason and "cold starts" not in plan.reason
-    cold = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=0)
+    cold = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=0)
     assert f"; {cold.predicted_s:.4g} s with {auto.terms.cold_start.predict():.3g} s of cold starts before" in cold.reason
     assert plan.step.corrected > plan.predicted_s
     assert plan.cost.corrected == pytest.approx(plan.actors * plan.predicted_s)  # all are wanted next: nobody lets go
@@ -306,7 +306,7 @@ def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_le
 def test_quality_compares_with_the_clairvoyant_plan_and_the_bounds():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
     auto.actors = 3
-    row = auto.quality(auto.forecast(prompts(), 7), answers(prompts(), 7), prompts(), 4)
+    row = auto.quality(auto.predictor.forecast(prompts(), 7), answers(prompts(), 7), prompts(), 4)
     assert row["plan/bound_s"] <= row["plan/clairvoyant_s"] * (1 + 1e-9)
     assert row["plan/bound_cost_slot_s"] <= row["plan/clairvoyant_cost_slot_s"] * (1 + 1e-9)
     assert 0.7 < row["forecast/coverage_90"] <= 1 and row["forecast/spearman"] > 0.5 and row["pool/rollout_actors"] == 3
@@ -315,13 +315,13 @@ def test_quality_compares_with_the_clairvoyant_plan_and_the_bounds():
 def test_a_pool_shrinks_where_idle_engines_bring_no_time():
     auto = trained(Autoscaler(recipe(objective={"prefer": 0.0}), SPEED))
     auto.actors, auto.terms.warm_start = 8, Term(1.0)
-    found = [auto.plan(auto.forecast(prompts(), step), prompts(), 8, step=step, warm=8) for step in (7, 8, 9)]
+    found = [auto.plan(auto.predictor.forecast(prompts(), step), prompts(), 8, step=step, warm=8) for step in (7, 8, 9)]
     assert found[-1].decision.action == "Shrink" and found[-1].actors < 8, found[-1].reason
 
 
 def test_metrics_hold_a_thinned_frontier():
     auto = trained(Autoscaler(recipe(), SPEED))
-    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    plan = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
     row = plan.metrics()
     assert len(row["plan/frontier_time_s"]) == len(row["plan/frontier_cost_slot_s"]) == len(row["plan/frontier_actors"]) <= 24
     assert row["pool/decision"] in ("Grow", "Shrink", "Hold") and isinstance(plan, RolloutPlan)
@@ -330,24 +330,24 @@ def test_metrics_hold_a_thinned_frontier():
 def test_nothing_that_concerns_planning_only_ends_a_run(monkeypatch):
     auto = Autoscaler(recipe(), SPEED)
     for broken in ("predict", "forecast", "observe"):
-        monkeypatch.setattr(auto.forecaster, broken, lambda *_: 1 / 0)
+        monkeypatch.setattr(auto.predictor.forecaster, broken, lambda *_: 1 / 0)
     monkeypatch.setattr(auto.engines.fit, "observe", lambda *_: 1 / 0)
-    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.forecast_quality", lambda *_: 1 / 0)
+    monkeypatch.setattr("rlhfless_ray.autoscaler.rollout_frontiers.forecast_quality", lambda *_: 1 / 0)
     for broken in ("predict", "decide", "settle"):
         monkeypatch.setattr(auto.learner, broken, lambda *_, **__: 1 / 0)
     for broken in ("hold_slot", "keep_alive", "prewarm"):
         monkeypatch.setattr(f"rlhfless_ray.autoscaler.step_predictor.{broken}", lambda *_: 1 / 0)
-    scenarios = auto.forecast(prompts(), 1)
+    scenarios = auto.predictor.forecast(prompts(), 1)
     assert scenarios.lengths.shape == (64, 64) and (scenarios.lengths == 100).all()
-    assert auto.expected(prompts()).shape == (16,)
-    auto.observe_samples(prompts(), answers(prompts()))
-    auto.observe_rollout(EngineSteps([EngineStep(1, 1, 1, 0.01)]), 0.01)
+    assert auto.predictor.expected(prompts()).shape == (16,)
+    auto.predictor.observe_samples(prompts(), answers(prompts()))
+    auto.predictor.observe_rollout(EngineSteps([EngineStep(1, 1, 1, 0.01)]), 0.01)
     assert auto.quality(scenarios, answers(prompts()), prompts(), 2) == {"pool/rollout_actors": 0}
     assert auto.plan(scenarios, prompts(), 2, step=1, warm=2).actors >= 1
-    assert auto.size_learner(answers(prompts())).actors == auto.learner_slots
-    assert auto.drained(1.0, needed_next=True).action == "Release"
-    assert auto.keep_warm_s([1.0], 0.1) == 0.0 and not auto.prewarm_now(1.0, 1.0, 0.1)
-    auto.settle()
+    assert auto.size_learner(answers(prompts())).actors == auto.predictor.learner_slots
+    assert auto.steps.drained(1.0, needed_next=True).action == "Release"
+    assert auto.steps.keep_warm_s([1.0], 0.1) == 0.0 and not auto.steps.prewarm_now(1.0, 1.0, 0.1)
+    auto.predictor.settle()
     told = [
         "the forecast", "learning from lengths", "fitting the speed", "judging the plan", "weighing an idle slot",
         "predicting the step", "sizing the learner", "weighing parked processes", "timing a start ahead",
@@ -369,7 +369,9 @@ def test_the_width_that_is_faster_is_taken_named_and_kept_by_a_checkpoint():
     for step in range(7, 12):
         most = {1: (4, 4), **OTHERS}
         others = {width: one for width, one in most.items() if width != auto.engines.width}
-        plan = auto.plan(auto.forecast(prompts(), step), prompts(), *most[auto.engines.width][:1], step=step, warm=4, others=others)
+        plan = auto.plan(
+            auto.predictor.forecast(prompts(), step), prompts(), *most[auto.engines.width][:1], step=step, warm=4, others=others
+        )
         if not widths:
             assert plan.width != 1 and f"engines of {plan.width} slots instead of 1" in plan.reason and "once" in plan.reason
             assert auto.engines.fit.speed.base_s == pytest.approx(WIDTHS[plan.width].speed.base_s, rel=0.05), "measured where it was 1"
@@ -391,12 +393,12 @@ def test_a_fixed_width_plans_and_saves_as_before():
     for width in (1, "auto"):
         auto = trained(Autoscaler(recipe(rollout={"tensor_parallel": width}), SPEED))
         auto.expect({1: WIDTHS[1]}, "" if width == 1 else "auto takes 1")
-        plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+        plan = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
         assert plan.width is None and "plan/width" not in plan.metrics() and "width" not in auto.state()
         found.append(plan)
     assert found[1].reason == f"auto takes 1; {found[0].reason}"
     assert (found[0].actors, found[0].predicted_s) == (found[1].actors, found[1].predicted_s)
-    again = auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
+    again = auto.plan(auto.predictor.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
     assert "auto takes 1" not in again.reason, "said once"
 
 
@@ -404,14 +406,14 @@ def test_the_objective_can_be_changed_between_steps():
     run = Runtime.__new__(Runtime)
     run.recipe = recipe(objective={"prefer": 0.0}, rollout={"max_actors": 4})
     run.autoscaler = trained(Autoscaler(run.recipe, SPEED))
-    scenarios = run.autoscaler.forecast(prompts(), 7)
+    scenarios = run.autoscaler.predictor.forecast(prompts(), 7)
     cheap = run.autoscaler.plan(scenarios, prompts(), 4, step=7, warm=4)
     run.objective = {"prefer": 1.0}
     fast = run.autoscaler.plan(scenarios, prompts(), 4, step=8, warm=4)
     assert cheap.actors == 1 < fast.actors
     run.objective = run.objective.model_copy(update={"prefer": 0.0})
     assert run.autoscaler.plan(scenarios, prompts(), 4, step=9, warm=4).decision.plan.actors <= fast.actors
-    assert run.recipe.objective.prefer == run.autoscaler.objective.prefer == 0.0
+    assert run.recipe.objective.prefer == run.autoscaler.criteria.objective.prefer == 0.0
     with pytest.raises(UserError, match=r"run\.objective: unknown key `objective.prefr`"):
         run.objective = {"prefr": 1.0}
     with pytest.raises(UserError, match="a plan has one goal"):
@@ -421,7 +423,7 @@ def test_the_objective_can_be_changed_between_steps():
 
 def test_bids_follow_an_objective_that_is_changed():
     autoscaler = Autoscaler(recipe(objective={"prefer": 0.0}), SPEED)
-    bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
+    bids = autoscaler.criteria.bids = MarketBids(Pool(pool(4), "x"), autoscaler.criteria.objective, 1)
     bids.divide({1: FRONTIER}, 0, as_they_are)
     assert bids.most == 1
     autoscaler.set_objective(recipe(objective={"prefer": 0.8}).objective)
@@ -432,7 +434,7 @@ def test_bids_follow_an_objective_that_is_changed():
 def test_a_rollout_bids_for_as_many_engines_as_what_is_left_has_work_for():
     autoscaler = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.01, 1e-2))
     assert autoscaler.renew_rollout(np.full(64, 100.0), np.full(64, 20), 4, 0, 4) == 4, "on no pool"
-    bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
+    bids = autoscaler.criteria.bids = MarketBids(Pool(pool(4), "x"), autoscaler.criteria.objective, 1)
     bids.divide({1: FRONTIER}, 0, as_they_are)
     bids.begin_rollout(4, 11.0, True, 4.0)
     left = np.linspace(50.0, 150.0, 64)  # engines may take different shares, so a number of them has several plans
@@ -443,7 +445,7 @@ def test_a_rollout_bids_for_as_many_engines_as_what_is_left_has_work_for():
 
 def test_a_running_rollout_bids_for_further_engines_by_what_is_left_once_they_have_started():
     autoscaler = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.01, 1e-2))
-    bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
+    bids = autoscaler.criteria.bids = MarketBids(Pool(pool(4), "x"), autoscaler.criteria.objective, 1)
     bids.divide({1: FRONTIER}, 0, as_they_are)
     bids.begin_rollout(4, 11.0, True, 4.0)
     left, context = np.linspace(50.0, 150.0, 64), np.full(64, 20)
@@ -469,11 +471,11 @@ def planned(
     """Plan steps, the first of them after one with so many engines. Returns the engines of the last plan and of its bid."""
     auto = Autoscaler(recipe(objective=objective or {"prefer": 0.8}, run={"steps": 100}), Speed(0.01, 1e-2))
     auto.terms.cold_start, auto.actors = Term(cold_s), actors
-    auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1) if shared else None
+    auto.criteria.bids = MarketBids(Pool(pool(8), "x"), auto.criteria.objective, 1) if shared else None
     for step in steps:
-        plan = auto.plan(auto.forecast(prompts(), step), prompts(), 8, step=step, warm=warm)
+        plan = auto.plan(auto.predictor.forecast(prompts(), step), prompts(), 8, step=step, warm=warm)
     assert not auto.troubles
-    return plan.actors, plan.actors if auto.bids is None else auto.bids.most
+    return plan.actors, plan.actors if auto.criteria.bids is None else auto.criteria.bids.most
 
 
 @pytest.mark.parametrize(("cold_s", "engines"), [(0.1, 8), (8.0, 8), (22.0, 1), (60.0, 1)])
@@ -504,8 +506,8 @@ def test_engines_of_the_last_step_whose_devices_other_runs_hold_must_pay_back_th
 def test_a_decision_names_the_engines_of_the_last_step_whose_devices_other_runs_hold():
     auto = Autoscaler(recipe(objective={"prefer": 0.8}, run={"steps": 100}), Speed(0.01, 1e-2))
     auto.terms.cold_start, auto.actors = Term(60.0), 8
-    auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
-    decision = auto.plan(auto.forecast(prompts(), 7), prompts(), 8, step=7, warm=2).decision
+    auto.criteria.bids = MarketBids(Pool(pool(8), "x"), auto.criteria.objective, 1)
+    decision = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 8, step=7, warm=2).decision
     assert (decision.action, decision.actors) == ("Shrink", 2)
     assert decision.reason.startswith("2 of the last step's 8 engines need no start; 2 engines, ") and not auto.troubles
 
@@ -514,30 +516,30 @@ def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
     """Two engines without a fixed time per step take half as long, so no plan has one engine. The other run still gets its slot."""
     auto, state = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.0, 1e-3)), pool(2)
     auto.terms.around = Term(0.0)
-    scenarios = auto.forecast(prompts(), 1)
+    scenarios = auto.predictor.forecast(prompts(), 1)
     assert min(plan.actors for plan in auto.plan(scenarios, prompts(), 2, step=1, warm=2).frontier) == 2
-    auto.bids, other = (MarketBids(Pool(state, name), auto.objective, 1) for name in "xy")
+    auto.criteria.bids, other = (MarketBids(Pool(state, name), auto.criteria.objective, 1) for name in "xy")
     other.divide({1: FRONTIER}, 0, as_they_are)
     other.begin_rollout(2, 9.0, True, 4.0)
     plan = auto.plan(scenarios, prompts(), 2, step=1, warm=2)
     assert plan.actors == 1 and "its share is 1" in plan.reason and not auto.troubles
     auto.begin_rollout(plan, grows=True)
     auto.renew_rollout(np.full(64, 100.0), np.full(64, 20), 2, 0, 2)
-    assert auto.bids.running.slots == (1, 2) and state.clearing().slots == {"x": 1, "y": 1}
+    assert auto.criteria.bids.running.slots == (1, 2) and state.clearing().slots == {"x": 1, "y": 1}
     state.set_nodes({"a": (8, {})}, 0.0)
     assert min(one.actors for one in auto.plan(scenarios, prompts(), 4, step=1, warm=2).frontier) > 1, "a dominated plan decides nothing"
 
 
 def test_a_failed_plan_is_told_before_its_rollout_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told after the rollout, so never in a run that ended there."""
-    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("rlhfless_ray.autoscaler.rollout_frontiers.frontier", lambda *a, **k: 1 / 0)
     session, said, autoscaler = RolloutSession.__new__(RolloutSession), list[str](), Autoscaler(recipe(), SPEED)
     record = SimpleNamespace(progress=SimpleNamespace(message=said.append))
     limits = Limits({"spot": 4}, {1: 4})
     session.context = SimpleNamespace(limits=lambda: limits, autoscaler=autoscaler, record=record)  # type: ignore[assignment]
     session.mode, session.stage = recipe().rollout.mode, SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
     step = Step(3)
-    step.prompts, step.forecast = prompts(), autoscaler.forecast(prompts(), 3)
+    step.prompts, step.forecast = prompts(), autoscaler.predictor.forecast(prompts(), 3)
     assert session._plan(step).has_failed
     assert said == ["step 3: planning engines failed (ZeroDivisionError: division by zero); the run continues"]
     session._plan(step)
@@ -576,7 +578,7 @@ def lagging(prefer: float, update_s: dict[int, float]) -> Autoscaler:
     for slots, seconds in update_s.items():
         for seed in range(3):
             samples = answers(prompts(), seed)
-            auto.observe_update(slots, samples, seconds * float(response_tokens(samples).sum()) / 2000)
+            auto.predictor.observe_update(slots, samples, seconds * float(response_tokens(samples).sum()) / 2000)
     return auto
 
 
@@ -588,14 +590,14 @@ def test_engines_beside_an_update_are_sized_with_it() -> None:
     for update_s in (0.01, 60.0):
         auto = lagging(1.0, dict.fromkeys((1, 2, 4), update_s))
         auto.size_learner(answers(prompts()), is_beside_rollout=True)
-        scenarios = auto.forecast(prompts(), 7)
+        scenarios = auto.predictor.forecast(prompts(), 7)
         alone = auto.plan(scenarios, prompts(), 7, step=7, warm=7)
         auto.actors = 0
         plan = auto.plan(scenarios, prompts(), 7, step=7, warm=7, learner_slots=1)
         found[update_s] = plan.actors
         assert "beside an update of " in plan.reason and " s on 1 slot: " in plan.reason and "beside" not in alone.reason
         assert plan.predicted_s == plan.decision.time_s
-        assert plan.step.corrected > max(plan.predicted_s, 0.8 * auto.expected_update_s)
+        assert plan.step.corrected > max(plan.predicted_s, 0.8 * auto.predictor.expected_update_s)
     assert found[60.0] == 1 < found[0.01], "a rollout that ends long before the update needs one engine"
 
 
@@ -603,45 +605,45 @@ def test_the_learners_slots_are_chosen_together_with_the_engines() -> None:
     auto = lagging(0.5, {1: 60.0, 2: 30.0, 4: 15.0})
     reason = auto.size_learner(answers(prompts()), is_beside_rollout=True).reason
     assert reason == "as before: learner and engines were not sized together yet"
-    auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
+    auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
     decision = auto.size_learner(answers(prompts()), is_beside_rollout=True)
-    assert decision.actors == 4 == auto.learner_slots and "4 slots for an update of " in decision.reason
+    assert decision.actors == 4 == auto.predictor.learner_slots and "4 slots for an update of " in decision.reason
     assert " s beside 1 engine for a rollout of " in decision.reason and "1 slot beside " in decision.reason
     short = lagging(0.9, {1: 0.02, 2: 0.019, 4: 0.018})
-    short.plan(short.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
+    short.plan(short.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
     assert short.size_learner(answers(prompts()), is_beside_rollout=True).actors == 1
     untried = lagging(0.5, {4: 1.0})
-    untried.plan(untried.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
+    untried.plan(untried.predictor.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
     assert untried.size_learner(answers(prompts()), is_beside_rollout=True).reason == "trying 2: not measured yet"
 
 
 def test_a_partial_rollout_counts_on_all_slots_after_the_update_beside_it() -> None:
     """Where few engines fit beside a large learner, the rest of the rollout makes up for it."""
     auto = lagging(1.0, {1: 1.0, 2: 0.55, 4: 0.3})
-    auto.recipe = recipe(
+    auto.predictor.recipe = recipe(
         objective={"prefer": 1.0}, rollout={"max_lag_steps": 1, "partial": "continue", "ahead": True}, learner={"max_slots_per_rank": 4}
     )
     auto.terms.pause.observe(0.0, [0.01] * 64)
-    scenarios = auto.forecast(prompts(), 7)
+    scenarios = auto.predictor.forecast(prompts(), 7)
     ends = auto.plan(scenarios, prompts(), 2, step=7, warm=8, learner_slots=4)
     goes_on = auto.plan(scenarios, prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8, rooms=ROOMS)
     assert goes_on.update is not None and goes_on.update.rest is not None and goes_on.update.rest.slots > 2
     assert goes_on.step.corrected < ends.step.corrected and not auto.troubles
-    assert auto.sizes is not None and ", the rest on 8 slots: step of " in auto.sizes.reason
+    assert auto.sizing.sizes is not None and ", the rest on 8 slots: step of " in auto.sizing.sizes.reason
     alone = auto.plan(scenarios, prompts(), 8, step=7, warm=8)  # the rest itself, after its update
-    assert alone.update is None and alone.step.corrected > alone.predicted_s + auto.expected_update_s
+    assert alone.update is None and alone.step.corrected > alone.predicted_s + auto.predictor.expected_update_s
 
 
 def test_the_rest_of_a_rollout_counts_on_no_slots_of_other_runs() -> None:
     rollout = {"max_lag_steps": 1, "partial": "continue", "ahead": True}
     auto = lagging(1.0, {1: 1.0, 2: 0.55, 4: 0.3})
-    auto.recipe = recipe(objective={"prefer": 1.0}, rollout=rollout, learner={"max_slots_per_rank": 4})
+    auto.predictor.recipe = recipe(objective={"prefer": 1.0}, rollout=rollout, learner={"max_slots_per_rank": 4})
     state = pool(8)
-    bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
+    bids = auto.criteria.bids = MarketBids(Pool(state, "x"), auto.criteria.objective, 1)
 
     def engines() -> tuple[int, int]:
         bids.pool.view = view_of(state, "x", 0.0)
-        plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8)
+        plan = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8)
         auto.begin_rollout(plan, True)
         assert plan.update is not None and plan.update.rest is not None and not auto.troubles
         return plan.update.rest.slots, auto.most_after_update(8)
@@ -650,7 +652,7 @@ def test_the_rest_of_a_rollout_counts_on_no_slots_of_other_runs() -> None:
     assert alone > 5 and most == 8
     Pool(state, "y").bid(Bid("y", (1, 3), (0.0, 1e6)))
     assert engines() == (5, 5), "the learner's slots are engines' by then"
-    auto.bids = None
+    auto.criteria.bids = None
     assert auto.most_after_update(8) == 8
 
 
@@ -660,7 +662,7 @@ def test_the_overhead_of_a_rollout_that_goes_on_after_the_update_is_in_its_pause
     found = []
     for overhead_s in (0.0, 0.4):
         auto.terms.around = Term(overhead_s)
-        update = auto.plan(auto.forecast(prompts(), 7), prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8).update
+        update = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8).update
         assert update is not None
         found.append(update.rest)
     assert found[0].slots == found[1].slots and found[0].pause_s == found[1].pause_s
@@ -671,9 +673,9 @@ def test_a_run_bids_for_the_slots_that_its_step_needs_beside_an_update() -> None
     wanted = {}
     for update_s in (0.01, 60.0):
         auto = lagging(0.95, dict.fromkeys((1, 2, 4), update_s))
-        bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
+        bids = auto.criteria.bids = MarketBids(Pool(pool(8), "x"), auto.criteria.objective, 1)
         auto.size_learner(answers(prompts()), is_beside_rollout=True)
-        plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1)
+        plan = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1)
         wanted[update_s] = bids.most
         assert plan.actors <= bids.most and not plan.decision.reason.startswith("the planner failed")
     assert wanted[60.0] == 1 < wanted[0.01]
@@ -681,7 +683,7 @@ def test_a_run_bids_for_the_slots_that_its_step_needs_beside_an_update() -> None
 
 def sized(auto: Autoscaler) -> Decision:
     """Plan a rollout beside an update on one slot, and size the next update."""
-    auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1, rooms=ROOMS)
+    auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1, rooms=ROOMS)
     assert not auto.troubles
     return auto.size_learner(answers(prompts()), is_beside_rollout=True)
 
@@ -690,7 +692,7 @@ def test_the_learner_grows_on_a_shared_pool_if_the_step_waits_for_its_update() -
     """Its room was what the engines beside the present update could use."""
     auto = lagging(0.9, {1: 20.0, 2: 10.0, 4: 5.0})
     state = pool(8)
-    bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
+    bids = auto.criteria.bids = MarketBids(Pool(state, "x"), auto.criteria.objective, 1)
     assert sized(auto).actors == 4, "alone"
     assert view_of(state, "x", 0.0).target == 5, "the bid for the update and an engine beside it stands"
     other = Pool(state, "y")
@@ -707,10 +709,10 @@ def test_the_bid_for_an_update_and_the_rollout_beside_it_counts_starts(warm: int
     many = recipe(objective={"prefer": 0.8}, run={"steps": 100}, rollout={"max_lag_steps": 1}, learner={"max_slots_per_rank": 4})
     auto = Autoscaler(many, Speed(0.01, 1e-2))
     for slots in (1, 2, 4) * 2:
-        auto.observe_update(slots, answers(prompts()), 1.0)
+        auto.predictor.observe_update(slots, answers(prompts()), 1.0)
     auto.terms.cold_start, auto.actors = Term(60.0), 1
-    bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
-    auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=warm, learner_slots=1, rooms=ROOMS)
+    bids = auto.criteria.bids = MarketBids(Pool(pool(8), "x"), auto.criteria.objective, 1)
+    auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 7, step=7, warm=warm, learner_slots=1, rooms=ROOMS)
     assert bids.pair is not None and bids.pair.most == most and not auto.troubles
 
 
@@ -718,7 +720,7 @@ def test_a_budget_of_the_rollout_does_not_keep_the_learner_small() -> None:
     auto = lagging(0.9, {1: 20.0, 2: 10.0, 4: 5.0})
     auto.set_objective(recipe(objective={"budget": 15.0}).objective)
     state = pool(8)
-    bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
+    bids = auto.criteria.bids = MarketBids(Pool(state, "x"), auto.criteria.objective, 1)
     Pool(state, "y").bid(Bid("y", (1,), (0.0,)))
     bids.pool.view = view_of(state, "x", 0.0)
     assert sized(auto).actors == 4 and bids.pair is not None and bids.pair.most == 5
@@ -726,9 +728,9 @@ def test_a_budget_of_the_rollout_does_not_keep_the_learner_small() -> None:
 
 def test_a_rollout_beside_an_update_bids_for_no_engine_that_the_step_would_not_gain_from() -> None:
     auto = lagging(0.9, dict.fromkeys((1, 2, 4), 60.0))
-    bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
+    bids = auto.criteria.bids = MarketBids(Pool(pool(8), "x"), auto.criteria.objective, 1)
     auto.size_learner(answers(prompts()), is_beside_rollout=True)
-    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1)
+    plan = auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1)
     auto.begin_rollout(plan, True)
     left, context = np.full(64, 150.0), np.full(64, 20)
     assert (plan.actors, auto.renew_rollout(left, context, 1, 6, 7)) == (1, 1)
@@ -741,37 +743,37 @@ def test_a_rollout_beside_an_update_bids_for_no_engine_that_the_step_would_not_g
 def test_counts_that_seem_worse_are_tried_again_beside_a_rollout_too_but_only_where_no_other_run_is() -> None:
     auto = lagging(0.9, {4: 20.0, 2: 20.2, 1: 19.9})
     for seed in range(12):
-        auto.observe_update(1, answers(prompts(), seed), 19.9 * float(response_tokens(answers(prompts(), seed)).sum()) / 2000)
-    assert auto.learner_slots == 1 and sized(auto).reason.startswith("trying ")
-    bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
+        auto.predictor.observe_update(1, answers(prompts(), seed), 19.9 * float(response_tokens(answers(prompts(), seed)).sum()) / 2000)
+    assert auto.predictor.learner_slots == 1 and sized(auto).reason.startswith("trying ")
+    bids = auto.criteria.bids = MarketBids(Pool(pool(8), "x"), auto.criteria.objective, 1)
     assert sized(auto).reason.startswith("trying ")
     Pool(bids.pool.state, "y")
     bids.pool.view = view_of(bids.pool.state, "x", 0.0)
     assert sized(auto).reason.startswith("1 slot for an update")
-    auto.recipe = recipe()
-    auto.value_per_s = 100.0
+    auto.predictor.recipe = recipe()
+    auto.criteria.value_per_s = 100.0
     assert " again" not in auto.size_learner(answers(prompts())).reason
-    auto.bids = None
+    auto.criteria.bids = None
     assert auto.size_learner(answers(prompts())).reason.startswith("trying ")
 
 
 def test_predictions_are_for_the_slots_that_the_update_got() -> None:
     auto = lagging(0.9, {1: 20.0, 2: 10.0, 4: 5.0})
     state = pool(4)
-    auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
+    auto.criteria.bids = MarketBids(Pool(state, "x"), auto.criteria.objective, 1)
     Pool(state, "y").bid(Bid("y", (1, 4), (0.0, 1e6)))
-    auto.recipe = recipe(learner={"max_slots_per_rank": 4})
-    assert auto.size_learner(answers(prompts())).actors == 2 == auto.learner_slots
-    auto.plan(auto.forecast(prompts(), 7), prompts(), 3, step=7, warm=3, learner_slots=1)
-    assert auto.learner_slots == 1
-    auto.observe_update(4, answers(prompts()), 5.0)
-    assert auto.learner_slots == 4
+    auto.predictor.recipe = recipe(learner={"max_slots_per_rank": 4})
+    assert auto.size_learner(answers(prompts())).actors == 2 == auto.predictor.learner_slots
+    auto.plan(auto.predictor.forecast(prompts(), 7), prompts(), 3, step=7, warm=3, learner_slots=1)
+    assert auto.predictor.learner_slots == 1
+    auto.predictor.observe_update(4, answers(prompts()), 5.0)
+    assert auto.predictor.learner_slots == 4
 
 
 def test_a_fixed_learner_says_that_engines_are_sized_for_it() -> None:
     auto = Autoscaler(recipe(rollout={"max_lag_steps": 1}), SPEED)
     for _ in range(2):
-        auto.observe_update(1, answers(prompts()), 1.0)
+        auto.predictor.observe_update(1, answers(prompts()), 1.0)
     reason = auto.size_learner(answers(prompts()), is_beside_rollout=True).reason
     assert reason == "1 slot a rank, as learner.max_slots_per_rank says; engines are sized for an update on them"
 
@@ -788,17 +790,17 @@ def test_forecasts_that_stay_far_off_name_what_the_step_knows_of_the_cause(row: 
     auto = Autoscaler(recipe(), SPEED)
     for k in range(12):
         auto.terms.step.observe(1.0, 2.0 * 1.5**k)
-    (sentence,) = auto.far_off({"step_s": 2.0, "length/mean": 100.0, **row})
+    (sentence,) = auto.steps.far_off({"step_s": 2.0, "length/mean": 100.0, **row})
     assert sentence.startswith("step time: the last 10 forecasts were off") and cause in sentence
-    assert auto.far_off({"step_s": 2.0}) == [], "said once"
+    assert auto.steps.far_off({"step_s": 2.0}) == [], "said once"
 
 
 def test_a_step_shows_how_good_its_predictions_were() -> None:
     auto = Autoscaler(recipe(), SPEED)
-    assert auto.accuracy() == {}
+    assert auto.steps.accuracy() == {}
     for _ in range(6):
         auto.terms.rollout.observe(2.0, 2.0)
-    found = auto.accuracy()
+    found = auto.steps.accuracy()
     assert found["accuracy/rollout/records"] == 6 and found["accuracy/rollout/median_error"] == pytest.approx(0.0, abs=1e-9)
     assert set(found) == {
         f"accuracy/rollout/{name}" for name in ("records", "bias", "median_error", "coverage_50", "coverage_90", "deciles")

@@ -40,7 +40,7 @@ class Run:
         self.number += 1
         self.session.stage.warm = lambda width: self.autoscaler.actors if warm is None else warm  # type: ignore[method-assign]
         step = Step(self.number)
-        step.prompts, step.forecast = prompts(), self.autoscaler.forecast(prompts(), self.number)
+        step.prompts, step.forecast = prompts(), self.autoscaler.predictor.forecast(prompts(), self.number)
         plan = self.session._plan(step)
         assert not plan.has_failed, step.troubles
         self.autoscaler.actors = plan.actors
@@ -73,10 +73,10 @@ def test_a_failed_planner_keeps_no_more_engines_than_there_are_slots(monkeypatch
     run = Run(Limits({"a": 4}, {1: 8}))
     run.autoscaler.terms.cold_start = Term(0.0)
     assert run.plan(warm=8).actors == 4
-    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("rlhfless_ray.autoscaler.rollout_frontiers.frontier", lambda *a, **k: 1 / 0)
     run.limits = Limits({"a": 1}, {1: 8})
     step = Step(9)
-    step.prompts, step.forecast = prompts(), run.autoscaler.forecast(prompts(), 9)
+    step.prompts, step.forecast = prompts(), run.autoscaler.predictor.forecast(prompts(), 9)
     plan = run.session._plan(step)
     assert plan.has_failed and plan.actors == 1
 

@@ -18,7 +18,8 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.session import rollout_session, weight_timing
-from rlhfless_ray.session.rollout_session import Pause, RolloutSession
+from rlhfless_ray.session.pause import Pause
+from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.session.weight_timing import WeightTiming
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
@@ -34,7 +35,7 @@ def measured() -> Autoscaler:
     autoscaler = Autoscaler(recipe, Speed(0.01, 0.0))
     autoscaler.engines.fit.observe(np.arange(1, 32), np.full(31, 0.01))
     autoscaler.terms.pause.observe(0.0, [0.2] * 64)
-    autoscaler.step_s, autoscaler.update_tokens = 1.0, 1000.0
+    autoscaler.predictor.step_s, autoscaler.predictor.update_tokens = 1.0, 1000.0
     return autoscaler
 
 
@@ -69,7 +70,7 @@ def test_engines_gain_no_slots_by_a_pause_that_other_runs_have(monkeypatch: pyte
     monkeypatch.setattr(weight_timing, "decide_weights", lambda *given: found.append(given[-1].most_engines) or decide(*given))
     autoscaler = measured()
     timing(autoscaler, most_engines=8).ends(rest(10.0))
-    autoscaler.bids = SimpleNamespace(room=3)
+    autoscaler.criteria.bids = SimpleNamespace(room=3)
     timing(autoscaler, most_engines=8).ends(rest(10.0))
     assert found == [8, 3]
 
@@ -92,7 +93,7 @@ def test_waits_for_slots_of_other_runs_are_no_part_of_a_pause() -> None:
         yield
 
     session.stage = SimpleNamespace(grows=True, phase=phase, generate=lambda *how: [], restart_s=0.02)
-    session.pause, step.batch = Pause(0.03), object()
+    session.pause, step.batch = Pause(leases, 0.03), object()
     with session._phase(RolloutPlan(Hold(1, ""), 1)):
         session._generate(step)
     autoscaler.terms.pause.settle()

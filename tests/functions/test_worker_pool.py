@@ -294,7 +294,7 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
         engines.leases.release(leases)
 
     terms = SimpleNamespace(cold_start=SimpleNamespace(observe=lambda *_: None), include=lambda terms: None)
-    autoscaler = SimpleNamespace(terms=terms, safely=None, takes=lambda measure: True)
+    autoscaler = SimpleNamespace(terms=terms, safely=None, steps=SimpleNamespace(takes=lambda measure: True))
     recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig(), agent=AgentConfig())
     leases: Any = SimpleNamespace(release=release, ledger=engines.leases.ledger)
     context = RunContext(recipe, SlotBroker(leases), None, None, autoscaler, None)  # type: ignore[arg-type]

@@ -56,13 +56,13 @@ def _values(shard: Slices) -> Slices:
 
 def _read_published(trainer: Any, weights: Slices) -> None:
     """Read a copy that cannot be written to. Memory that would be released is spoilt instead, so that its use would be seen."""
-    from rlhfless_ray.learn import trainer_rank
+    from rlhfless_ray.learn import rank_weights
 
-    trainer_rank.release_pages = lambda start, size: ctypes.memset(start, 255, size)
+    rank_weights.release_pages = lambda start, size: ctypes.memset(start, 255, size)
     copies = {name: array.copy() for name, array in HeldSlices.of(weights).items()}  # of this rank's share; the others lie on other nodes
     for array in copies.values():
         array.setflags(write=False)
-    trainer.read_published(copies)
+    trainer.held.read_published(copies)
     read = {name: parameter.data_ptr() for name, parameter in trainer.engine.module.model.named_parameters()}
     assert all(read[name] == array.ctypes.data for name, array in copies.items())
 
@@ -110,8 +110,8 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
 
     from rlhfless_ray.learn import logprobs, trainer_rank
     from rlhfless_ray.learn.learner_rank import LearnerRank
+    from rlhfless_ray.learn.rank_state import read_state
     from rlhfless_ray.learn.reference_rank import ReferenceRank
-    from rlhfless_ray.learn.trainer_rank import read_state
 
     logprobs.CHUNK_BYTES = case.get("chunk_bytes", 1 << 28)
     trainer_rank.LARGE_PARAMETERS = 0 if case.get("reads") else LARGE_PARAMETERS
@@ -194,7 +194,7 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     import torch
 
     from rlhfless_ray.learn.critic_rank import CriticRank
-    from rlhfless_ray.learn.trainer_rank import read_state
+    from rlhfless_ray.learn.rank_state import read_state
 
     critic = CriticRank(replace(case["settings"], rank=rank))
     assert critic.settings.learner.ranks == ranks

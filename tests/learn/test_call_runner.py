@@ -123,7 +123,7 @@ def setting(slots: int, ranks: list[int], *, shares_slots: bool = False) -> tupl
     machine = Machine(slots)
     broker = SlotBroker(machine)  # type: ignore[arg-type]
     found = {role: Group(machine, broker, str(role), count) for role, count in zip(ROLES, ranks, strict=True)}
-    context = SimpleNamespace(broker=broker, leases=machine, autoscaler=SimpleNamespace(bids=None))
+    context = SimpleNamespace(broker=broker, leases=machine, autoscaler=SimpleNamespace(criteria=SimpleNamespace(bids=None)))
     groups = ColocatedGroups(context, *found.values())  # type: ignore[arg-type]
     groups.shares_slots = shares_slots
     return machine, found, groups

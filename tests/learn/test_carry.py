@@ -113,7 +113,7 @@ def stage_of(told: list[str], **more: Any) -> tuple[LearnStage, list[Batch]]:
     context = SimpleNamespace(
         recipe=chosen,
         record=SimpleNamespace(progress=SimpleNamespace(message=told.append)),
-        autoscaler=SimpleNamespace(observe_update=lambda *a: None, observe_passes=lambda *a: None),
+        autoscaler=SimpleNamespace(predictor=SimpleNamespace(observe_update=lambda *a: None, observe_passes=lambda *a: None)),
     )
     stage = LearnStage(context, worker_group)  # type: ignore[arg-type]
     stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]

@@ -236,10 +236,11 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases_or_work_at_onc
         autoscaler=SimpleNamespace(
             size_learner=lambda samples, is_beside_rollout: SimpleNamespace(actors=1, reason=""),
             learner_delay=Delay(0.0, 1, ""),
-            observe_update=lambda *a: log.append("measured"),
-            observe_passes=lambda samples, seconds: log.append("all before it too"),
+            predictor=SimpleNamespace(
+                observe_update=lambda *a: log.append("measured"), observe_passes=lambda samples, seconds: log.append("all before it too")
+            ),
             calls=SimpleNamespace(plan=plan, observe=lambda plan, tokens, took, wall_s: log.append("each call too")),
-            bids=None,
+            criteria=SimpleNamespace(bids=None),
         ),
     )
 
@@ -317,7 +318,7 @@ def test_an_adapted_coefficient_goes_on_where_it_was() -> None:
     context = SimpleNamespace(
         recipe=chosen,
         record=SimpleNamespace(progress=SimpleNamespace(message=print)),
-        autoscaler=SimpleNamespace(observe_update=lambda *a: None),
+        autoscaler=SimpleNamespace(predictor=SimpleNamespace(observe_update=lambda *a: None)),
     )
     stage = LearnStage(context, worker_group)  # type: ignore[arg-type]
     stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]

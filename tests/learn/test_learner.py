@@ -22,7 +22,7 @@ from tiny_policy import EARLY
 
 from rlhfless_ray.learn.kl_estimators import token_kl
 from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches
-from rlhfless_ray.learn.trainer_rank import read_state
+from rlhfless_ray.learn.rank_state import read_state
 from rlhfless_ray.weights.shards import shard_name
 from rlhfless_ray.weights.tensor_file import as_tensor
 from tests.learn.conftest import STAGES, VARIANTS, Cases, marked

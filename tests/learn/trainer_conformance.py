@@ -20,8 +20,9 @@ from rlhfless_ray.learn.micro_batches import MicroBatch
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
 from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.learn.rank_settings import learner_settings
+from rlhfless_ray.learn.rank_state import read_state
 from rlhfless_ray.learn.trainer import Trainer
-from rlhfless_ray.learn.trainer_rank import TrainerRank, read_state
+from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import write_folder
 from rlhfless_ray.weights.tensor_file import Files

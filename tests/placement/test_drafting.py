@@ -15,25 +15,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.drafting import (
+from placement.drafting.acceptance import (
     ESTIMATE_BUCKETS,
     FORGET_AFTER,
     HALF_LIFE,
-    LONGEST_REST,
     MATCH_EDGES,
     MOST_TOKENS,
-    OPTIMISM,
     POSITION_EDGES,
-    TRIAL_STEPS,
     Acceptance,
-    Attempts,
     Draft,
     Drafts,
     DraftTable,
-    Learned,
-    StepTimes,
     choose_lengths,
 )
+from placement.drafting.attempts import LONGEST_REST, OPTIMISM, Attempts, Learned
+from placement.drafting.step_times import TRIAL_STEPS, StepTimes
 
 
 def price(times: StepTimes) -> float:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from placement.calls import GENERATE, REFERENCE, TRAIN_POLICY, Features, Kind, step_graph
 from placement.catalog import catalog
 from placement.layouts import Devices, Layout, NoLayout, layouts_of
-from placement.measurements.layout_times import LayoutTimes
 from placement.memory import parameter_count
 from placement.speed.call_seconds import CallSeconds, CallWork
 from placement.step_problem import CallModel, allowed_layouts, seconds_of, step_problem
@@ -89,27 +86,3 @@ def test_a_step_has_the_fastest_layouts_of_each_number_of_slots() -> None:
     assert problem.change_s(reference, Layout(2), update, Layout(2)) == 0
     assert problem.change_s(reference, Layout(2), update, Layout(1, 2)) == pytest.approx(timed.reshard_s(SEVEN.sizes))
     assert problem.change_s(GRAPH[GENERATE], Layout(2), update, Layout(1, 2)) == 0, "engines have their own copy"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_measured_layout_informs_the_others(seed: int) -> None:
-    """True times are the roofline's times a factor of the call and a smaller one of the layout: unseen layouts are within 15 %."""
-    rng = random.Random(seed)
-    factor, layouts = math.exp(rng.uniform(-1, 1)), [Layout(count) for count in (1, 2, 4, 8)]
-    own = {layout: math.exp(rng.uniform(-0.1, 0.1)) for layout in layouts}
-    times = LayoutTimes()
-    assert times.correct("values", layouts[0], 3.0) == 3.0 and times.accuracy("values") is None
-    for step in range(12):
-        layout = layouts[step % 2]
-        predicted = rng.uniform(4, 6) / layout.slots
-        times.observe("values", layout, predicted, predicted * factor * own[layout] * math.exp(rng.gauss(0, 0.02)))
-    for layout in layouts:
-        error = times.correct("values", layout, 5.0 / layout.slots) / (5.0 / layout.slots * factor * own[layout]) - 1
-        assert abs(error) < (0.08 if layout in layouts[:2] else 0.25)
-    assert np.median([abs(times.correct("values", one, 2.0) / (2.0 * factor * own[one]) - 1) for one in layouts]) < 0.15
-    again = LayoutTimes()
-    again.restore(times.state())
-    assert [again.correct("values", one, 2.0) for one in layouts] == [times.correct("values", one, 2.0) for one in layouts]
-    accuracy = again.accuracy("values")
-    assert accuracy is not None and accuracy.records == 12
-    assert times.correct("other call", layouts[0], 3.0) == 3.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from placement.forecast.forecaster import LengthForecaster, forecast_quality
-from placement.forecast.quality import auc_longest
+from placement.forecast.quality import LengthRanks, auc_longest
 from placement.forecast.residuals import Shape
 
 
@@ -93,7 +93,7 @@ def coverage_after(steps: int, calibrated: bool) -> tuple[float, float]:
         quality = forecast_quality(scenarios, np.concatenate(lengths))
         found.append((quality.coverage_50, quality.coverage_90))
         if calibrated:
-            forecaster.calibrate(scenarios, np.concatenate(lengths))
+            forecaster.calibrate(LengthRanks.of(scenarios, np.concatenate(lengths)))
         forecaster.observe(prompts, [20] * 32, lengths)
     half, most = np.mean(found[steps // 2 :], axis=0)
     return float(half), float(most)
@@ -110,7 +110,7 @@ def test_calibration_survives_json_and_old_states_have_none() -> None:
     rng, one, other = np.random.default_rng(0), LengthForecaster(60.0), LengthForecaster(60.0)
     lengths = two_peaks(rng, 16, 8)
     one.observe(range(16), [20] * 16, lengths)
-    one.calibrate(one.scenarios(range(16), [20] * 16, 8, 32, 0), np.concatenate(lengths))
+    one.calibrate(LengthRanks.of(one.scenarios(range(16), [20] * 16, 8, 32, 0), np.concatenate(lengths)))
     state = json.loads(json.dumps(one.state()))
     other.restore(state)
     assert (other.scenarios(range(16), [20] * 16, 8, 8, 1) == one.scenarios(range(16), [20] * 16, 8, 8, 1)).all()

@@ -142,7 +142,13 @@ def parts(
     predict = SimpleNamespace(predict=lambda slots, tokens: 0.01 * tokens)
     leases: Any = SimpleNamespace(resource=resource, release=lambda leases: None, without_lost=lambda leases: leases)
     broker = SlotBroker(leases)
-    autoscaler = SimpleNamespace(learner=predict, terms=Measurements(), takes=lambda measure: True)
+    autoscaler = SimpleNamespace(
+        learner=predict,
+        terms=Measurements(),
+        steps=SimpleNamespace(takes=lambda measure: True),
+        predictor=SimpleNamespace(),
+        criteria=SimpleNamespace(),
+    )
     context: Any = SimpleNamespace(recipe=Recipe.parse(tree), autoscaler=autoscaler, broker=broker, leases=leases)
     scoring, worker_group = Scoring(), Gang()
     learning = LearnStage(context, worker_group, critic, reference)  # type: ignore[arg-type]
@@ -395,7 +401,7 @@ def test_gradients_are_taken_if_they_pay_within_the_tail_and_the_step_takes_them
     assert learning.choose_samples(groups, 100.0) == [], "beginning takes longer than the work"
     gradients.observe([10.0, 100.0, 200.0, 400.0] * 16, [0.001, 0.01, 0.02, 0.04] * 16)
     assert len(learning.choose_samples(groups, 100.0)) == 6 and learning.early_reason.startswith("taken, ")
-    learning.context.autoscaler.takes = lambda measure: False  # type: ignore[method-assign]
+    learning.context.autoscaler.steps.takes = lambda measure: False  # type: ignore[method-assign]
     assert learning.choose_samples(groups, 100.0) == [], "the step goes without, to be compared"
     assert learning.early_reason.startswith("left out, ")
     assert learning.choose_samples([], 100.0) == [] and learning.early_reason == "no group was complete and scored yet"
@@ -516,7 +522,7 @@ def test_a_learner_lost_beside_the_rollout_is_replaced_after_it(lost_in: str) ->
 
     learning.worker_groups.turn = replaced  # type: ignore[method-assign]
     learning.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
-    learning.context.autoscaler.observe_passes = learning.context.autoscaler.observe_update = lambda *_: None
+    learning.context.autoscaler.predictor.observe_passes = learning.context.autoscaler.predictor.observe_update = lambda *_: None
     learning.context.record = SimpleNamespace(progress=SimpleNamespace(message=log.append))  # type: ignore[misc, assignment]
     learner.assign_leases(["learner's"])
     learner.by_rank = [SimpleNamespace(leases=learner.lease)]
@@ -619,7 +625,7 @@ def test_free_slots_are_leased_for_the_worker_group_that_has_work() -> None:
         gang.by_rank = [SimpleNamespace(slot=SimpleNamespace(node=node), leases=[]) for node in nodes]
         gang.pool = SimpleNamespace(kind="")  # type: ignore[attr-defined]
     context, full = learning.context, list[str]()
-    context.autoscaler.bids = None
+    context.autoscaler.criteria.bids = None
     context.leases.with_room = lambda nodes: [node for node in nodes if node not in full]  # type: ignore[method-assign]
     context.leases.ask = lambda count, nodes: nodes  # type: ignore[method-assign, assignment, return-value]
     context.leases.collect = lambda asked, kind, wait_s: asked  # type: ignore[method-assign, assignment, return-value]

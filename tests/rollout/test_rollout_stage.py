@@ -50,7 +50,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> RolloutStage:
         recipe=recipe,
         leases=leases,
         broker=broker,
-        autoscaler=SimpleNamespace(safely=None, takes=lambda measure: True, terms=TIMES, actors=0),
+        autoscaler=SimpleNamespace(safely=None, steps=SimpleNamespace(takes=lambda measure: True), terms=TIMES, actors=0),
         limits=lambda: Limits({}, {}),
     )
     context.phases, context.record_start_or_replace = SimpleNamespace(phase=lambda name: nullcontext()), lambda *_: True

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.drafting import HALF_LIFE, Draft, Drafts
+from placement.drafting.acceptance import HALF_LIFE, Draft, Drafts
 from rlhfless_ray.engine.control_queue import DraftNews
 from rlhfless_ray.engine.token_deltas import GOES_ON, STOP, TokenDeltas
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts

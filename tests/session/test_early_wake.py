@@ -22,7 +22,11 @@ def session_of(at_s: float = 0.0, **changes: Any) -> Any:
     """A session whose admitted step lacks two engines, which wake `at_s` seconds from now if nothing forbids it."""
     step = SimpleNamespace(metrics={}, plan=None, samples=[], computes_prefixes=False, batch=SimpleNamespace(is_complete=False))
     stage = SimpleNamespace(pool=SimpleNamespace(width=1), count_missing=lambda plan: MISSING, wake=lambda plan: MISSING)
-    autoscaler = SimpleNamespace(bids=None, expected_update_s=1.0, time_wake=lambda left_s, slots: Prewarm(at_s, 0.0, "soon"))
+    autoscaler = SimpleNamespace(
+        criteria=SimpleNamespace(bids=None),
+        predictor=SimpleNamespace(expected_update_s=1.0),
+        steps=SimpleNamespace(time_wake=lambda left_s, slots: Prewarm(at_s, 0.0, "soon")),
+    )
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
     context = SimpleNamespace(autoscaler=autoscaler, recipe=recipe)
     given = {"upcoming": step, "stage": stage, "context": context, "update_ends_s": time.monotonic() + 1.0}
@@ -72,9 +76,9 @@ def test_dear_slots_wake_later_than_cheap_ones() -> None:
     """Late costs the step's time, early costs the slots."""
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
     autoscaler = Autoscaler(recipe, ANY_SPEED)
-    autoscaler.value_per_s = 4.0
+    autoscaler.criteria.value_per_s = 4.0
     for _ in range(20):
         autoscaler.terms.warm_start.observe(0.0, 0.2)
         autoscaler.terms.step.observe(2.0, 2.0)
-    few, many = (autoscaler.time_wake(1.0, slots) for slots in (1, 16))
+    few, many = (autoscaler.steps.time_wake(1.0, slots) for slots in (1, 16))
     assert few is not None and many is not None and 0 < few.at_s < 0.8 < many.at_s

@@ -203,9 +203,7 @@ class SessionStates(RuleBasedStateMachine):
             autoscaler=SimpleNamespace(
                 terms=SimpleNamespace(prefill=SimpleNamespace(per_unit_s=0.0)),
                 engines=SimpleNamespace(width=1),
-                expected_update_s=1.0,
-                learn=lambda: None,
-                observe_samples=lambda *_: None,
+                predictor=SimpleNamespace(expected_update_s=1.0, learn=lambda: None, observe_samples=lambda *_: None),
                 safely=lambda what, work, instead: work(),
             ),
             most_engines=lambda width: 1,

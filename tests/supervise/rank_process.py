@@ -27,7 +27,7 @@ def main(folder: Path, rank: int, ranks: int, port: int) -> None:
         references = work.open(folder / "model", teacher, [examples], None, None, rows.reward_tokens)
         held = work.evaluate(examples, data=0)
         found = [work.step(examples, rows) for rows in steps]
-        weights = {k: v.clone() for k, v in work.trainer._merged(dict.fromkeys(work.trainer._sizes(), 0)).items()}
+        weights = {k: v.clone() for k, v in work.trainer.held.merged(dict.fromkeys(work.trainer.held.sizes(), 0)).items()}
         results[name] = {"references": references, "held": held, "steps": found, "weights": {k: np.asarray(v) for k, v in weights.items()}}
         if recipe.task == "rm":
             work.evaluate(examples, data=0)
