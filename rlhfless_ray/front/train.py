@@ -94,9 +94,15 @@ def train(
     """Train a policy on prompts for a reward. Returns the run, with its trained policy.
 
     Args:
-        policy, prompts, reward, reward_weights, evaluate, max_rows, settings: As in `make_recipe`.
-        callbacks: Objects with methods of `transformers.TrainerCallback`, as far as they have the same meaning here.
-        resume: Continue the newest run of this name.
+        policy: as in `make_recipe`, and so are `prompts` to `max_rows`, and the settings.
+        prompts: see there.
+        reward: see there.
+        reward_weights: see there.
+        evaluate: see there.
+        max_rows: see there.
+        callbacks: objects with methods of `transformers.TrainerCallback`, as far as they have the same meaning here.
+        resume: continue the newest run of this name.
+        settings: see there.
 
     Raises:
         UserError: For mistakes in the arguments or the data.

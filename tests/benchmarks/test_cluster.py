@@ -31,7 +31,7 @@ def step_times(setting: Setting, policy: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("setting", "is_early"),
     [
-        (small("qwen3b-gsm8k-grpo"), True),
+        (small("qwen7b-gsm8k-grpo"), True),
         (small("qwen3b-gsm8k-grpo", updates=2), False),
         (small("qwen3b-gsm8k-ppo", whiten=False), False),
         (small("qwen7b-gpqa-ppo"), False),

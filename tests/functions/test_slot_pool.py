@@ -127,7 +127,7 @@ def test_an_update_waits_for_its_slot_that_a_rollout_of_another_run_gives_back(r
 
     rank = SimpleNamespace(slot=own[0].slot)
     pool = SimpleNamespace(leases=one, kind="learner", fits=lambda instance, slot: slot.node == instance.slot.node)
-    gang = GangScheduler(pool, 1, SlotBroker(one), "learner")
+    gang = GangScheduler(pool, SlotBroker(one), "learner")
     at_once, _ = gang.take([rank], own, delay.slots)
     assert at_once == [own]
     giver = threading.Thread(target=give)

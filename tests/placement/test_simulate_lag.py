@@ -34,7 +34,7 @@ def one_response(setting: Setting) -> tuple[PhaseTimes, StepInput]:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_without_a_lag_every_step_is_the_one_of_before(algorithm: str) -> None:
-    """Time, cost and work of each step, as the simulator gave them before it knew lags."""
+    """Time, cost and work of each step, as recorded with the same device model."""
     run = simulate(small(algorithm=algorithm), seed=3)
     found = {name: [[s.time_s, s.full, s.busy] for s in done.steps] for name, done in run.policies.items()}
     assert found == json.loads(RECORDED.read_text())[algorithm]
