@@ -69,8 +69,10 @@ def test_few_sequences_match_every_contiguous_partition(
     lengths, speed = draws(seed, n, columns), Speed(base_s, per_seq_s)
     plans = frontier(lengths, speed, max_actors=actors)
     check(plans, lengths, speed, actors)
-    for key in (lengths.mean(1), lengths.mean(1) + 2 * lengths.std(1)):
-        assert gap(plans, contiguous(lengths, np.argsort(-key, kind="stable"), speed, actors)) < 1e-5
+    logs = np.log(lengths.astype(np.float32))
+    for spread in (0.0, 1.0, 2.0):
+        order = np.argsort(-(logs.mean(1) + spread * logs.std(1)), kind="stable")
+        assert gap(plans, contiguous(lengths, order, speed, actors)) < 1e-5
 
 
 def test_the_likely_long_are_isolated() -> None:
