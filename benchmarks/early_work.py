@@ -42,7 +42,9 @@ def run_kind(kind: str, recipe: Path, root: Path, name: str, steps: int) -> None
     if kind in ("off", "wake"):
         own.append("learner.overlap=off")
     if kind == "gradients":
-        StepPredictor.takes = lambda self, measure: measure == "early_gradients"  # type: ignore[method-assign]
+        StepPredictor.takes = lambda self, measure, ahead=False: measure == "early_gradients"  # type: ignore[method-assign]
+    if kind == "wake":
+        StepPredictor.takes = lambda self, measure, ahead=False: measure == "early_wake"  # type: ignore[method-assign]
     if kind in ("off", "gradients"):
         updates.wake_early = lambda session, update, saves: None
     with Runtime(Recipe.load(recipe, own)) as run:

@@ -58,6 +58,7 @@ class Measurements:
         self.step = Correction()  # seconds of a step
         self.moves = Trial()  # of sequences between engines, to save time
         self.early_gradients = Trial()
+        self.early_wake = Trial()  # of engines, before the update ends
         self.calls = CallTimes()  # of a step's learn phase, besides the policy's update
         self.side_by_side = Trial(few=2)  # calls of the learn phase that run at the same time
         self.lengths = FarOff()  # forecasts of single responses

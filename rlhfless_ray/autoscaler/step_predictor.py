@@ -35,6 +35,7 @@ class StepPredictor:
         self.correction = 1.0  # factor on the rollout times that the models predict, for the plans of one step
         self.newest_s = 0.0  # the newest rollout time that they predicted
         self.tried: dict[str, bool] = {}  # measures on trial that this step wanted → whether it takes them
+        self.tried_ahead: dict[str, bool] = {}  # the same of the step after it
 
     def correct_rollout(self) -> float:
         """Return the factor on predicted rollout times. One for all plans of a step, so that it changes no order among them."""
@@ -52,24 +53,26 @@ class StepPredictor:
         rollout = Prediction(by_model_s, phase_s, *self.predictor.terms.rollout.interval(by_model_s, INTERVAL))
         return rollout, _corrected(self.predictor.terms.cost, slot_s), _corrected(self.predictor.terms.step, step_s)
 
-    def takes(self, measure: Literal["moves", "early_gradients"]) -> bool:
+    def takes(self, measure: Literal["moves", "early_gradients", "early_wake"], *, ahead: bool = False) -> bool:
         """Decide whether a step that wants this measure takes it: whether it pays is on trial in every run.
 
-        Steps beside an update overlap with others, so they cannot be compared. They take what the planner wants.
+        Steps beside an update overlap with others, so they cannot be compared. They take what the planner wants. `ahead`: the measure is
+        for the next step, and is taken while this one's update works.
         """
         if self.predictor.recipe.rollout.rolls_out_ahead:
             return True
-        if measure not in self.tried:
+        tried = self.tried_ahead if ahead else self.tried
+        if measure not in tried:
             trial: Trial = getattr(self.predictor.terms, measure)
-            self.tried[measure] = self.predictor.safely("a trial", trial.decide, lambda: True)
-        return self.tried[measure]
+            tried[measure] = self.predictor.safely("a trial", trial.decide, lambda: True)
+        return tried[measure]
 
     def observe_plan(self, plan: RolloutPlan, row: Mapping[str, Any]) -> None:
         """Compare a finished step with its plan. `row`: the step's metrics.
 
         A rollout beside an update is in the step before, so only the whole step is compared then. An evaluation is in no plan.
         """
-        tried, self.tried = self.tried, {}
+        tried, self.tried, self.tried_ahead = self.tried, self.tried_ahead, {}
         if row["phase/eval_s"]:
             return
         self._observe_trials(tried, plan, row)

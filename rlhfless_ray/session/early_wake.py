@@ -29,7 +29,10 @@ def wake_early(session: RolloutSession, update: Pending[UpdateStats], saves: boo
     when = autoscaler.steps.time_wake(session.update_ends_s - time.monotonic(), missing * stage.pool.width)
     if when is None:
         return
-    step.metrics["rollout/wake_reason"] = when.reason
+    is_taken = autoscaler.steps.takes("early_wake", ahead=True)
+    step.metrics["rollout/wake_reason"] = f"{when.reason}; {'taken' if is_taken else 'left out'}, {autoscaler.terms.early_wake.reason}"
+    if not is_taken:
+        return
     at_s = time.monotonic() + when.at_s
     while (wait_s := at_s - time.monotonic()) > 0 and not update.is_ready():
         time.sleep(min(LOOK_S, wait_s))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from placement.measurements.registry import Measurements
 from placement.scaling.keep_warm import Prewarm
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED
@@ -18,14 +19,15 @@ from rlhfless_ray.session.early_wake import wake_early
 MISSING = 2
 
 
-def session_of(at_s: float = 0.0, **changes: Any) -> Any:
+def session_of(at_s: float = 0.0, takes: bool = True, **changes: Any) -> Any:
     """A session whose admitted step lacks two engines, which wake `at_s` seconds from now if nothing forbids it."""
     step = SimpleNamespace(metrics={}, plan=None, samples=[], computes_prefixes=False, batch=SimpleNamespace(is_complete=False))
     stage = SimpleNamespace(pool=SimpleNamespace(width=1), count_missing=lambda plan: MISSING, wake=lambda plan: MISSING)
     autoscaler = SimpleNamespace(
         criteria=SimpleNamespace(bids=None),
         predictor=SimpleNamespace(expected_update_s=1.0),
-        steps=SimpleNamespace(time_wake=lambda left_s, slots: Prewarm(at_s, 0.0, "soon")),
+        steps=SimpleNamespace(time_wake=lambda left_s, slots: Prewarm(at_s, 0.0, "soon"), takes=lambda measure, ahead: takes),
+        terms=Measurements(),
     )
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
     context = SimpleNamespace(autoscaler=autoscaler, recipe=recipe)
@@ -43,8 +45,15 @@ def test_engines_wake_when_it_is_time_and_the_step_says_so() -> None:
     wake_early(session, working(), saves=False)
     assert time.monotonic() - began_s >= 0.05
     found = session.upcoming.metrics
-    assert found["rollout/woken_early"] == MISSING and found["rollout/wake_reason"] == "soon"
+    assert found["rollout/woken_early"] == MISSING and found["rollout/wake_reason"].startswith("soon; taken, ")
     assert 0.5 < found["rollout/woke_early_s"] <= 0.95
+
+
+def test_steps_go_without_where_the_trial_says_so() -> None:
+    session = session_of(takes=False)
+    wake_early(session, working(), saves=False)
+    assert session.upcoming.metrics["rollout/wake_reason"].startswith("soon; left out, ")
+    assert "rollout/woken_early" not in session.upcoming.metrics
 
 
 def test_an_update_that_ends_first_is_not_waited_for() -> None:
