@@ -48,7 +48,7 @@ class Measurements:
         self.prefill = Term(0.005, 1e-5)  # per token
         self.passes = Term(0.1, 1e-5)  # per token: passes before the learner's update
         self.gradients = Term(0.1, 1e-5)  # per token: of complete groups, beside the rollout, on one slot of each rank
-        self.reshard = Term(2.0)  # of a change of the learner's ranks
+        self.reshard = Term(1.0)  # of a change of the learner's ranks
         self.score = Term(0.01, 1e-4)  # per sequence
         self.pause = Term(0.1)  # of a rollout that takes new weights, besides loading and prefill
         self.around = Term(0.03)  # of a rollout besides decoding: weights, calls, results

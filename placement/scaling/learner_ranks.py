@@ -13,7 +13,8 @@ class LearnerRanks:
     """Times of updates by number of ranks, and of slots a rank (`LearnerSize`).
 
     The worth of an update is that of `LearnerSize`: (slots + value of a second) · seconds. A number of ranks that no update had yet is
-    taken to need the slot-seconds of the present one, which is the best that it can do. So a trial must pay for the way there and back.
+    taken to need the least slot-seconds of the present one, which is the best that it can do. So a trial must pay for the way there and
+    back.
     """
 
     def __init__(self, counts: Sequence[int], most_slots: int, *, fixed: bool = False) -> None:
@@ -39,9 +40,10 @@ class LearnerRanks:
         if measured:
             found = ((size.predict(count, tokens), ranks * count) for count in measured)
         else:
-            now = self.worth(self.current, tokens, value_per_s, room) if ranks != self.current and self.size.is_measured else None
-            found = ((now[1] * now[2] / (ranks * count), ranks * count) for count in counts if now is not None)
-        return min(((slots + value_per_s) * seconds, seconds, slots) for seconds, slots in found) if counts else None
+            tried = [count for count in self.size.counts if self.size.tried[count]]
+            least = min((self.current * count * self.size.predict(count, tokens) for count in tried), default=None)
+            found = ((least / (ranks * count), ranks * count) for count in counts if least is not None)
+        return min((((slots + value_per_s) * seconds, seconds, slots) for seconds, slots in found), default=None)
 
     def decide(
         self, tokens: float, *, step: int, steps_left: int, room: int, value_per_s: float, change_s: float, gamma: float = MAX_COST_SHARE
