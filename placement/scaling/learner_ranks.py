@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from placement.scaling.learner_size import LearnerSize
+from placement.scaling.learner_size import MIN_TRIALS, LearnerSize
 from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, Decision, Hold, ResizeHistory, kind_of_change, pays_back
 
 
@@ -61,7 +61,8 @@ class LearnerRanks:
         now = self.current
         if len(self.sizes) == 1:
             return Hold(now, f"{_ranks(now)}, as the recipe says")
-        if steps_left < 1 or self.size.trial(0, tokens) is not None:
+        possible = [count for count in self.size.counts if now * count <= room]
+        if steps_left < 1 or any(self.size.tried[count] < MIN_TRIALS for count in possible):
             return Hold(now, f"{_ranks(now)}: their updates are not measured yet" if steps_left else "the last step")
         known = {ranks: found for ranks in self.sizes if (found := self.worth(ranks, tokens, value_per_s, room)) is not None}
         if now not in known:

@@ -77,6 +77,8 @@ class LearnerSizing:
     def decide_ranks(self, step: int, room: int) -> Decision:
         """Decide the number of learner ranks for the updates after this step's, by an update like its own. `room`: slots for them."""
         now = self.predictor.ranks
+        if not self.predictor.recipe.functions.elastic:
+            return Hold(now, f"{now}: functions.elastic is off")
         if self.predictor.recipe.rollout.rolls_out_ahead:
             return Hold(now, f"{now}: engines work beside updates, and are sized for the slots that these leave")
         if self.criteria.bids is not None and not self.criteria.bids.alone:
