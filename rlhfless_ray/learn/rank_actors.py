@@ -118,7 +118,12 @@ class RankActor:
         else:
             model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         fetched, spans = timed(become, "start", f"open {self.name}", threads)
-        return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter, "note": note(), "fetched": fetched}
+        reply = {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter, "note": note(), "fetched": fetched}
+        return reply | self.publishes()
+
+    def publishes(self) -> dict[str, bool]:
+        """Return how the rank's weights are published, for the reply of `build`. Only a learner's are."""
+        return {}
 
     def update(self, share: Share, threads: int) -> tuple[UpdateStats | CriticStats, list[Span]]:
         return timed(lambda: self.rank.update(share), "work", "update", threads)
@@ -169,17 +174,9 @@ class LearnerActor(RankActor):
 
         return LearnerRank
 
-    def build(
-        self,
-        files: Source | DividedFiles,
-        rendezvous: tuple[str, int],
-        threads: int,
-        state: Source | None,
-        settings: RankSettings | ReferenceSettings,
-    ) -> dict[str, Any]:
-        built = super().build(files, rendezvous, threads, state, settings)
+    def publishes(self) -> dict[str, bool]:
         held = self.rank.trainer.held
-        return {**built, "reads_published": held.reads_published, "holds_all": held.holds_all}
+        return {"reads_published": held.reads_published, "holds_all": held.holds_all}
 
     def warm_start(self, files: Files, recipe: Recipe, threads: int) -> tuple[Files, list[Span]]:
         from rlhfless_ray.learn.warm_start import warm_start
