@@ -115,8 +115,7 @@ def train(
         >>> run.metrics[-1]["step"], run.policy.folder.name
         (1, 'model')
     """
-    given = {"reward_weights": reward_weights, "evaluate": evaluate, "max_rows": max_rows}
-    recipe = make_recipe(policy, prompts, reward, **given, **settings)  # type: ignore[arg-type]
+    recipe = make_recipe(policy, prompts, reward, reward_weights=reward_weights, evaluate=evaluate, max_rows=max_rows, **settings)
     return run_recipe(recipe, callbacks, resume)
 
 
