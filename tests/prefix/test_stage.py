@@ -58,7 +58,9 @@ def make(serving: None) -> Iterator[Callable[..., PrefixStage]]:
         messages: list[str] = []
         recipe = Recipe.parse({"run": {"name": "stage"}, "prompts": {"task": "sort"}, "reward": {"function": "task"}})
         record = SimpleNamespace(progress=SimpleNamespace(message=messages.append))
-        scaler = SimpleNamespace(terms=Measurements(), value_per_s=0.0, safely=lambda what, make, otherwise: make())
+        scaler = SimpleNamespace(
+            terms=Measurements(), criteria=SimpleNamespace(value_per_s=0.0), safely=lambda what, make, otherwise: make()
+        )
         context = RunContext(recipe, SlotBroker(leases), StepTimer(lambda *_: None), record, scaler, lambda: Limits({"node": 2}, {1: 2}))  # type: ignore[arg-type]
         fake = producer_class()
         pools = [
