@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -121,30 +121,61 @@ def cached_config(name: str) -> Path | None:
     return files[0]
 
 
-def model(entry: str | dict[str, Any]) -> Model:
-    """Return a model by shipped name, by the path of a Hugging Face config.json (or its folder), by a cached name, or by its fields.
+@dataclass(frozen=True)
+class Described:
+    """A model by its Hugging Face configuration. path: the folder or the hub's name with which a recipe gets it."""
 
-    A cached name is one such as `Qwen/Qwen2.5-7B`, whose configuration lies in the Hugging Face cache of this machine.
+    name: str
+    path: str
+    config: dict[str, Any]
 
-    Raises ValueError for an unknown name, an unreadable file, or a missing field.
+
+@cache
+def shipped_models() -> dict[str, Described]:
+    """Return the models whose configurations are shipped, by name."""
+    configs = {path.stem: json.loads(path.read_text()) for path in sorted((DATA / "models").glob("*.json"))}
+    return {name: Described(name, config["hub"], config) for name, config in configs.items()}
+
+
+def shipped_model(name: str) -> Described | None:
+    """Return the shipped model of this name, or of this name on the hub, `-Instruct` or not. Sizes of both are the same."""
+    base = name.removesuffix("-Instruct").lower()
+    for model in shipped_models().values():
+        if base in (model.name, model.path.lower()):
+            return replace(model, path=name) if "/" in name else model
+    return None
+
+
+def described(entry: str) -> Described:
+    """Return a model by the path of a Hugging Face config.json (or its folder), by its shipped name, or by its name on the hub.
+
+    A name on the hub is one of a shipped model, or its configuration lies in the Hugging Face cache of this machine. Raises ValueError
+    for an unknown name or an unreadable file.
     """
-    if isinstance(entry, dict):
-        return Model.from_config(str(entry.get("name", "custom")), entry)
-    path = cached_config(str(entry)) or Path(str(entry))
+    if "/" not in entry and not Path(entry).exists() and not entry.endswith(".json"):
+        return shipped_models()[match_name("model", entry, list(shipped_models()))]
+    if not Path(entry).exists() and (shipped := shipped_model(entry)):
+        return shipped
+    path = cached_config(entry) or Path(entry)
     if path.is_dir():
         path = path / "config.json"
-    if path.suffix == ".json" or "/" in str(entry):
-        try:
-            tree = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not valid JSON (line {error.lineno})") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: cannot read a model configuration from it ({type(error).__name__})") from None
-        if not isinstance(tree, dict):
-            raise ValueError(f"{path}: not a Hugging Face model configuration (a JSON object with `hidden_size` and others)")
-        folder = path.parent.name if path.name == "config.json" else ""
-        name = str(entry) if path.parent.parent.name == "snapshots" else folder or path.stem
-        return Model.from_config(name, tree)
-    known = sorted(p.stem for p in (DATA / "models").glob("*.json"))
-    name = match_name("model", entry, known)
-    return Model.from_config(name, json.loads((DATA / "models" / f"{name}.json").read_text()))
+    try:
+        tree = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON (line {error.lineno})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot read a model configuration from it ({type(error).__name__})") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: not a Hugging Face model configuration (a JSON object with `hidden_size` and others)")
+    if path.parent.parent.name == "snapshots":
+        return Described(entry, entry, tree)
+    folder = path.parent.name if path.name == "config.json" else ""
+    return Described(folder or path.stem, str(path.parent) if folder else entry, tree)
+
+
+def model(entry: str | dict[str, Any]) -> Model:
+    """Return a model by its fields, or by name or path, see `described`. Raises ValueError as that does, and for a missing field."""
+    if isinstance(entry, dict):
+        return Model.from_config(str(entry.get("name", "custom")), entry)
+    found = described(str(entry))
+    return Model.from_config(found.name, found.config)

@@ -66,25 +66,28 @@ def search_fleets(setting: Setting, devices: Sequence[Device], most: int, spot_d
     found: list[Fleet] = []
     refused: dict[str, str] = {}
     for device in devices:
-        prices = _prices(device, spot_discount)
+        prices = prices_of(device, spot_discount)
         fleets, why = [], "it has no list price; give one as `price_per_hour`"
         for count in (2**k for k in range(most.bit_length() if prices else 0)):
-            nodes = max(1, count // NODE)
-            there = setting.but(device=device, nodes=nodes, devices_per_node=count // nodes, tensor_parallel="auto")
             try:
-                widths = PhaseTimes.from_setting(there).widths
+                fleets += fleets_of(setting, device, count, prices)
             except ValueError as error:
                 why = str(error)
-                continue
-            for times in widths:
-                fleets += _fleets(there.but(tensor_parallel=times.width), times, prices)
         found += fleets
         if not fleets:
             refused[device.name] = why
     return FleetSearch(tuple(found), tuple(pareto(found)), refused)
 
 
-def _prices(device: Device, spot_discount: float | None) -> list[tuple[bool, float]]:
+def fleets_of(setting: Setting, device: Device, count: int, prices: Sequence[tuple[bool, float]]) -> list[Fleet]:
+    """Return the fleets of so many devices with engines of each width that fits, at each price. Raises ValueError if none fits."""
+    nodes = max(1, count // NODE)
+    there = setting.but(device=device, nodes=nodes, devices_per_node=count // nodes, tensor_parallel="auto")
+    widths = PhaseTimes.from_setting(there).widths
+    return [fleet for times in widths for fleet in _fleets(there.but(tensor_parallel=times.width), times, prices)]
+
+
+def prices_of(device: Device, spot_discount: float | None = None) -> list[tuple[bool, float]]:
     """Return (is spot, dollars an hour) of each way to rent the device."""
     if device.price_per_hour is None:
         return []
@@ -92,7 +95,7 @@ def _prices(device: Device, spot_discount: float | None) -> list[tuple[bool, flo
     return [(False, device.price_per_hour), *([] if spot is None else [(True, spot)])]
 
 
-def _fleets(setting: Setting, times: PhaseTimes, prices: list[tuple[bool, float]]) -> list[Fleet]:
+def _fleets(setting: Setting, times: PhaseTimes, prices: Sequence[tuple[bool, float]]) -> list[Fleet]:
     """Return the fleet of this setting on demand and on spot. A spot fleet that preemptions never let finish is left out."""
     device, phases = setting.device, setting.phases
     run = simulate(setting, ["fixed"]).policies["fixed"]

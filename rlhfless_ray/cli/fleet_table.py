@@ -13,6 +13,7 @@ from rlhfless_ray.common.errors import UserError
 if TYPE_CHECKING:
     from placement import Objective
     from placement.simulate.fleet_search import Fleet, FleetSearch
+    from rlhfless_ray.cli.device_recipe import DeviceRecipe
 
 MAX_FLEET = 1024  # devices; the search doubles up to there
 MAX_TABLE_ROWS = 12
@@ -51,11 +52,36 @@ def show_fleets(
         choice = choose(fleets.best, objective, "$")
     except (NotFeasible, ValueError) as error:
         raise UserError(str(error)) from None
+    recipe = _recipe_for(fleets.best[choice.index], model, device, lengths, column)
     if as_json:
         rows = [{**asdict(fleet), "cost": fleet.cost, "run_cost": steps * fleet.cost} for fleet in fleets.best]
-        print(json.dumps({"best": rows, "chosen": choice.index, "reason": choice.reason, "refused": fleets.refused}, indent=1))
+        tree = recipe if isinstance(recipe, str) else recipe.tree
+        data = {"best": rows, "chosen": choice.index, "reason": choice.reason, "refused": fleets.refused, "recipe": tree}
+        print(json.dumps(data, indent=1))
     else:
         _show(fleets, choice.index, choice.reason, steps)
+        print(recipe if isinstance(recipe, str) else f"memory: {recipe.memory}\n\n{recipe.text}", end="")
+
+
+def _recipe_for(fleet: Fleet, model: str, device: str | None, lengths: Path, column: str | None) -> DeviceRecipe | str:
+    """Return a recipe for a fleet with as many and as long responses, or why a run would refuse it."""
+    from placement.catalog import catalog
+    from placement.forecast.recorded_lengths import read_lengths
+    from rlhfless_ray.cli.device_recipe import device_of, device_recipe, device_room, written_tree
+
+    recorded, kind, found = read_lengths(lengths, column), device_of(device or fleet.device), catalog.described(model)
+    prompts = int(recorded.group.max()) + 1
+    batch = {
+        "prompts.batch_prompts": prompts,
+        "prompts.max_prompt_tokens": int(max(1, recorded.prompt_tokens.max())),
+        "rollout.samples_per_prompt": len(recorded.tokens) // prompts,
+        "rollout.max_tokens": int(recorded.tokens.max()),
+    }
+    settings = [f"{key}={value}" for key, value in batch.items()]
+    try:
+        return device_recipe(written_tree(found.path, settings), settings, found, kind, device_room(kind, fleet.count), fleet.width)
+    except UserError as error:
+        return f"no recipe for it: {error}\n"
 
 
 def search(lengths: Path, model: str, device: str | None, most: int, column: str | None, spot_discount: float | None) -> FleetSearch:

@@ -48,22 +48,15 @@ def init(out: Annotated[Path, typer.Argument(help="Where to write the recipe.")]
     """Ask four questions, and write a recipe that answers them."""
     if out.exists():
         raise UserError(f"{out} exists already; name another file")
-    model = typer.prompt("Which model? A folder, or a name on the Hugging Face hub", default="Qwen/Qwen2.5-0.5B-Instruct")
-    data = typer.prompt("Which prompts? A file, or a data set on the hub", default="openai/gsm8k@main")
-    column = typer.prompt("In which column are the prompts?", default="question")
-    reward = typer.prompt("Which reward? `math`, file.py:function, an address, or a reward model's folder", default="math")
     from rlhfless_ray.front.train import reward_settings
-
-    tree: JsonObject = {
-        "policy": {"path": model},
-        "prompts": {"path": data, "prompt_column": column, "template": "chat", "batch_prompts": 32},
-        "rollout": {"samples_per_prompt": 8, "max_tokens": 512},
-        "reward": reward_settings(reward),
-        "learner": {"learning_rate": 1e-6},
-        "run": {"steps": 100},
-    }
     from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.starting_tree import FIRST_COLUMN, FIRST_DATA, FIRST_MODEL, starting_tree
 
+    model = typer.prompt("Which model? A folder, or a name on the Hugging Face hub", default=FIRST_MODEL)
+    data = typer.prompt("Which prompts? A file, or a data set on the hub", default=FIRST_DATA)
+    column = typer.prompt("In which column are the prompts?", default=FIRST_COLUMN)
+    reward = typer.prompt("Which reward? `math`, file.py:function, an address, or a reward model's folder", default="math")
+    tree = starting_tree(model, data, column, reward_settings(reward))
     Recipe.parse(tree, where=str(out))
     out.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     print(f"wrote {out}; what it would do: rlhfless plan --memory {out}; run it: rlhfless train {out}")

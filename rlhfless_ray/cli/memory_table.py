@@ -1,4 +1,4 @@
-"""`rlhfless plan --memory`: show the least and the predicted memory of a recipe's processes, and this machine's memory."""
+"""`rlhfless plan --memory`: show the least and the predicted memory of a recipe's processes, here or on devices of another machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from placement import memory
+from placement.catalog.catalog import shipped_model
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.model_checks import check_division
@@ -29,26 +31,28 @@ from rlhfless_ray.weights.load_policy import check_family, context_tokens, first
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 
 
-def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
-    """Print tables of needs, per process and together. Raises UserError if a need does not fit this machine.
+def show_memory(path: Path, overrides: list[str], as_json: bool, there: Room | None = None) -> None:
+    """Print tables of needs, per process and together, and the recipe keys that make them fit.
 
-    Prompts and rows are not read: for predictions each counts as long as it may be.
+    there: memory of devices that are not here; None: this machine's. Prompts and rows are not read: for predictions each counts as long
+    as it may be. Raises UserError if a need does not fit.
     """
-    job, longest, notes = _load_stage(path, overrides) if is_stage(path, overrides) else load_run(path, overrides)
-    room = local_room(job.recipe)
+    job, longest, notes = _load_stage(path, overrides) if is_stage(path, overrides) else load_run(path, overrides, there)
+    room = there or local_room(job.recipe)
     least, policy = job.least(room), job.models["policy"]
     if not as_json:
         _print_table(f"Least memory of {policy.parameters / 1e6:,.0f} M parameters in {job.recipe.policy.dtype}", "at least", least)
     problem = check(job, lambda: room)
     fitted = fit(longest, lambda: room)
     reason = "; ".join(filter(None, [fitted.kv_on(room.resource), fitted.reason]))
+    settings = _settings(fitted.job, room)
     if as_json:
         report = {
             "resource": room.resource,
             "memory_bytes": room.bytes,
             "needs": [_row(need) for need in least],
             "predicted": [_row(need) for need in fitted.needs],
-            "settings": _settings(fitted.job, room),
+            "settings": settings,
             "reason": reason,
         }
         print(json.dumps(report, indent=1))
@@ -57,7 +61,10 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     for line in filter(None, (problem, reason, fitted.note, *notes)):
         print(line)
     if room.bytes is not None and not fitted.note:
-        print(f"every need fits {'a GPU' if room.on_gpu else 'this machine'} of {gb(room.bytes)}")
+        where = "such a GPU" if there else "a GPU" if room.on_gpu else "this machine"
+        print(f"every need fits {where} of {gb(room.bytes)}")
+    keys = {("rollout." if key == "kv_cache_mb" else "learner.") + key: value for key, value in settings.items()}
+    print(f"keys: {' '.join(f'{key}={json.dumps(value).strip(chr(34))}' for key, value in keys.items())}")
 
 
 def _settings(job: JobMemory, room: Room) -> JsonObject:
@@ -65,23 +72,38 @@ def _settings(job: JobMemory, room: Room) -> JsonObject:
     return {**{key: getattr(job.recipe.learner, key) for key in job.auto_keys}, **kv}
 
 
-def load_run(path: Path, overrides: list[str]) -> tuple[RunMemory, RunMemory, list[str]]:
+def load_run(path: Path, overrides: list[str], there: Room | None = None) -> tuple[RunMemory, RunMemory, list[str]]:
+    """Read a recipe, see `checked_run`. The configurations of shipped models are known without a hub."""
+    recipe = Recipe.load(path, overrides)
+    policy = None
+    if not recipe.policy.path:
+        files = initial_policy(recipe)[0]
+        policy = config_of(files), parameter_count(files)
+    elif not Path(recipe.policy.path).exists() and (shipped := shipped_model(recipe.policy.path)):
+        count = memory.parameter_count(shipped.config)
+        policy = None if count is None else (shipped.config, count)
+    return checked_run(recipe, f"--memory {path}", there, policy)
+
+
+def checked_run(
+    recipe: Recipe, where: str, there: Room | None = None, policy: tuple[JsonObject, int] | None = None
+) -> tuple[RunMemory, RunMemory, list[str]]:
     """Return a run's memory before its prompts are read, the same with the longest prompts, and notes.
 
-    Raises UserError for settings that the policy or this machine cannot have.
+    there: memory of devices that are not here. policy: configuration and parameters of a policy that is not read from a folder.
+    Raises UserError for settings that the policy or the machine cannot have; `where` begins a message about an unknown size.
     """
-    recipe = Recipe.load(path, overrides)
-    files = None if recipe.policy.path else initial_policy(recipe)[0]
-    job = RunMemory.of(recipe, policy=None if files is None else (config_of(files), parameter_count(files)))
-    _check_size(path, job)
+    job = RunMemory.of(recipe, fetch=policy is None, policy=policy)
+    _check_size(where, job)
     config = job.models["policy"].config
     check_config(config, "policy.path")
     check_family({"config.json": json.dumps(config).encode()}, trusts_code=recipe.policy.trust_remote_code)
     check_policy(recipe, config)
     check_division(recipe, config, *(job.models[name].config if name in job.models else None for name in ("reference", "critic")))
     prompt, limit = _longest_prompt(recipe, config), recipe.prompts.max_prompt_tokens
-    check_kernels_and_width(recipe)
-    check_engines(recipe, config, local_room(recipe).resource)
+    if there is None:
+        check_kernels_and_width(recipe)
+    check_engines(recipe, config, (there or local_room(recipe)).resource)
     context = f"a run refuses prompts of more than {prompt} tokens: the policy's context has no room for longer ones beside the response"
     return job, replace(job, lengths=Lengths(prompt)), [context] if prompt < limit else []
 
@@ -91,15 +113,15 @@ def _load_stage(path: Path, overrides: list[str]) -> tuple[StageMemory, StageMem
     recipe = SupervisedRecipe.load(path, overrides)
     files = None if recipe.policy.path else first_supervised_policy(recipe)
     job = StageMemory.of(recipe, policy=None if files is None else (config_of(files), parameter_count(files)))
-    _check_size(path, job)
+    _check_size(f"--memory {path}", job)
     return job, job.with_longest_texts(), []
 
 
-def _check_size(path: Path, job: JobMemory) -> None:
+def _check_size(where: str, job: JobMemory) -> None:
     """Raise UserError if the size of the policy is not known."""
     if "policy" not in job.models:
         read_folder(model_folder(job.recipe.policy.path, "policy.path"))  # says what is wrong with it
-        raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
+        raise UserError(f"{where}: the size of its policy is not known; set policy.path to a model folder")
 
 
 def _longest_prompt(recipe: Recipe, config: JsonObject) -> int:

@@ -1,4 +1,4 @@
-"""`rlhfless plan`: plans for given response lengths on given hardware."""
+"""`rlhfless plan`: a recipe for a model on given devices, plans for given response lengths, memory and calls of a recipe."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 MAX_SCENARIOS, MAX_DRAWS = 10_000, 50_000_000  # a few seconds and 400 MB; more changes no plan
 
 
-FOR_MEMORY = {"lengths", "overrides", "memory", "as_json"}
+FOR_MODEL = {"lengths", "overrides", "as_json", "device", "devices", "workload", "steps"}
+FOR_MEMORY = {"lengths", "overrides", "memory", "as_json", "device", "devices"}
 FOR_EXECUTION = {"lengths", "overrides", "execution", "as_json", "device", "devices", "prefer", "deadline", "budget", "knee"}
-ONLY_FOR_FLEET = {"fleet", "steps", "spot_discount", "calibrate"}
+ONLY_FOR_FLEET = {"fleet", "steps", "workload", "spot_discount", "calibrate"}
 FOR_FLEET = {"lengths", "column", "model", "device", "prefer", "deadline", "budget", "knee", "as_json", *ONLY_FOR_FLEET}
 
 
@@ -34,15 +35,22 @@ def plan(
     lengths: Annotated[
         Path,
         typer.Argument(
-            parser=local_file, help="Response tokens: .json, .jsonl or .csv, or a run folder. With --memory or --execution: a recipe."
+            parser=local_file,
+            help="A model: a folder, a name on the hub or a known name. Or response tokens: .json, .jsonl, .csv or a run folder. "
+            "With --memory or --execution: a recipe.",
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="With --memory or --execution: settings of the recipe, as section.key=value.")
+        list[str] | None, typer.Argument(help="With a model, --memory or --execution: settings of the recipe, as section.key=value.")
     ] = None,
     actors: Annotated[int | None, typer.Option(help="Maximum number of actors.")] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Maximum number of devices, instead of --actors. The planner chooses the engines' width.")
+        int | None,
+        typer.Option(
+            "--devices",
+            "--gpus",
+            help="Number of devices of --device. For lengths: the most, instead of --actors; engines get the best width.",
+        ),
     ] = None,
     speed: Annotated[str | None, typer.Option(help="Seconds of a decode step, as base,per_seq[,per_ctx].")] = None,
     device: Annotated[
@@ -78,24 +86,35 @@ def plan(
         int | None,
         typer.Option(help="Plan whole GRPO steps of --model on at most this many GPUs of any kind (or of --device), not only a rollout."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of a run, with --fleet.")] = 100,
+    steps: Annotated[int, typer.Option(help="Steps of a run, with --fleet or a model.")] = 100,
+    workload: Annotated[str, typer.Option(help="Built-in lengths of responses for a model: gsm8k, gpqa or livecodebench.")] = "gsm8k",
     spot_discount: Annotated[
         float | None, typer.Option(help="With --fleet: share off the on-demand price on spot. Default: the table's own spot prices.")
     ] = None,
     calibrate: Annotated[
         float, typer.Option(help="With --fleet: measured divided by planned seconds, as import-logs prints it. Scales times and costs.")
     ] = 1.0,
-    memory: Annotated[bool, typer.Option("--memory", help="Show the memory that a recipe's functions need, instead of plans.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Show the memory that a recipe's functions need, here or on --gpus of --device.")
+    ] = False,
     execution: Annotated[
         bool, typer.Option("--execution", help="Show which calls of a recipe's step run when, on this machine or on --devices of --device.")
     ] = False,
 ) -> None:
-    """Show the frontier of time and cost of a rollout with these lengths, and the plan that a goal selects."""
+    """Print a recipe for a model on --gpus of --device, with its predicted step, price and memory.
+
+    For response lengths instead: the frontier of time and cost of a rollout, and the plan that a goal selects.
+    """
     if memory:
+        from rlhfless_ray.cli.device_recipe import device_of, device_room
         from rlhfless_ray.cli.memory_table import show_memory
 
         leave_out(ctx, ctx.params.keys() - FOR_MEMORY, "--memory shows no plans")
-        show_memory(lengths, overrides or [], as_json)
+        if (device is None) != (devices is None):
+            raise UserError("--memory: give --gpus and --device together, or neither for this machine")
+        show_memory(
+            lengths, overrides or [], as_json, None if device is None or devices is None else device_room(device_of(device), devices)
+        )
         return
     if execution:
         from rlhfless_ray.cli.execution_table import show_execution
@@ -103,8 +122,14 @@ def plan(
         leave_out(ctx, ctx.params.keys() - FOR_EXECUTION, "--execution plans a step of the recipe, not a rollout of these lengths")
         show_execution(lengths, overrides or [], device, devices, _objective(prefer, deadline, budget, knee), as_json)
         return
+    from rlhfless_ray.cli.model_plan import names_model, show_model_plan
+
+    if names_model(lengths):
+        leave_out(ctx, ctx.params.keys() - FOR_MODEL, "a plan from a model chooses a recipe, not a rollout of given lengths")
+        show_model_plan(str(lengths), overrides or [], device, devices, workload, steps, as_json)
+        return
     if overrides:
-        raise UserError(f"unexpected argument {overrides[0]}: settings of a recipe can only be given with --memory or --execution")
+        raise UserError(f"unexpected argument {overrides[0]}: settings of a recipe can only be given with a model, --memory or --execution")
     if fleet is not None:
         from rlhfless_ray.cli.fleet_table import show_fleets
 
