@@ -68,10 +68,20 @@ def _section(path: str, model: Any, level: int) -> list[str]:
             rows.append(f"| [`{name}`](#{key}) | section | | {_cell(info.description or '')} |")
             nested += _section(key, info.annotation, level + 1)
             continue
+        if (item := _item(info.annotation)) is not None:
+            rows.append(f"| [`{name}`](#{key}) | list of sections | `[]` | {_cell(info.description or '')} |")
+            nested += _section(key, item, level + 1)
+            continue
         default = "" if info.is_required() else f"`{_yaml(info.get_default(call_default_factory=True))}`"
         anchor = f'<span id="{key}"></span>'
         rows.append(f"| {anchor}`{name}` | {_cell(_type(info))} | {default} | {_cell(info.description or '')} |")
     return [*lines, "| key | type | default | meaning |", "|---|---|---|---|", *rows, *nested]
+
+
+def _item(annotation: Any) -> type[BaseModel] | None:
+    """Return the section of which a key takes a list, or None."""
+    items = typing.get_args(annotation) if typing.get_origin(annotation) is list else ()
+    return next((item for item in items if isinstance(item, type) and issubclass(item, BaseModel)), None)
 
 
 def _cell(text: str) -> str:

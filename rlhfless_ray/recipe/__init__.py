@@ -10,6 +10,7 @@ from pydantic import model_validator
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.recipe.algorithm_sections import AlgorithmConfig
 from rlhfless_ray.recipe.data_sections import EvaluateConfig, PromptsConfig
+from rlhfless_ray.recipe.engine_pools import mistakes_in_pools
 from rlhfless_ray.recipe.learn_sections import (
     CriticConfig,
     EmaConfig,
@@ -85,6 +86,7 @@ class Recipe(RecipeFile):
             self._mistakes_in_lengths,
             self._mistakes_in_batches,
             self._mistakes_in_slots,
+            lambda: mistakes_in_pools(self.rollout),
             self._mistakes_in_corrections,
             self._mistakes_in_router_replay,
             self._mistakes_in_drafter,
@@ -249,7 +251,8 @@ class Recipe(RecipeFile):
         if self.checkpoint.best_metric != "none" and not self.evaluate.prompts:
             yield "checkpoint.best_metric: evaluate.prompts is 0, so there is no evaluation to compare; set it, or leave the metric out"
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
-            yield "price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty"
+            other = "; give rollout.pools their own prices" if self.rollout.pools else ""
+            yield f"price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty{other}"
         if self.algorithm.updates_per_step > self.prompts.batch_prompts:
             yield "algorithm.updates_per_step: must not exceed prompts.batch_prompts"
         yield from mistakes_in_precision(self.policy.dtype, self.learner)

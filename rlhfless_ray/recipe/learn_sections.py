@@ -34,6 +34,9 @@ class LearnerConfig(Section):
     for some of the heads, so activations and logits on a rank are divided by this number. It must divide `ranks` and the model's
     attention heads. Not with `tensor_parallel`, `lora.dropout` or `algorithm.loss.router_aux`, and for tested families only. A
     supervised stage on fewer ranks uses the greatest common divisor of this and their number."""
+    nodes: dict[str, str] = Field(default_factory=dict)
+    """Ray labels that the nodes of its ranks must have, such as `{market: on-demand}`. Empty: any node that no
+    pool of `rollout.pools` has."""
     max_slots_per_rank: int = Field(1, ge=1)
     """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -165,6 +168,8 @@ class CriticConfig(Section):
     """Number of ranks that share one copy of the critic, as with `learner.tensor_parallel`. 1: each holds all of it, or its ZeRO shard."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of the critic's ranks that share each sequence, as with `learner.sequence_parallel`."""
+    nodes: dict[str, str] = Field(default_factory=dict)
+    """As `learner.nodes`."""
     value_head: str = Field("score", min_length=1)
     """Name of the scalar head's weights in that folder; `value_head_prefix` in its config.json goes before it. Weights that
     the folder lacks are random."""
@@ -213,6 +218,8 @@ class ReferenceConfig(Section):
     learner's."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes that share one copy of the reference, as with `learner.tensor_parallel`. 1: each holds all of it."""
+    nodes: dict[str, str] = Field(default_factory=dict)
+    """As `learner.nodes`."""
 
     _begin_with_fewest = model_validator(mode="before")(fewest_ranks)
 

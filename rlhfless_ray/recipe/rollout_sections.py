@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.local_path import LocalPath
+from rlhfless_ray.recipe.pool_sections import PoolConfig
 from rlhfless_ray.recipe.rollout_mode import Admission, Boundary, RolloutMode, WeightSwitch
 from rlhfless_ray.recipe.section import CountOrAuto, KvSizeOrAuto, NumberOrAuto, OffIsAWord, Section, StopWords, Texts
 
@@ -98,7 +99,11 @@ class RolloutConfig(Section):
     """With `partial: continue`: the next step's responses begin while the learner works, so that engines and learner hold slots at
     once. After the update, unfinished responses continue under the new weights. Without `partial`, a lag always means this."""
     nodes: dict[str, str] = Field(default_factory=dict)
-    """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
+    """Ray labels that the engines' nodes must have, such as `{market: spot}`. Engines work on other nodes only while no node with them is
+    left. Empty: any node. `pools` is the general form."""
+    pools: list[PoolConfig] = Field(default_factory=list)
+    """Pools of nodes of different kinds and prices. A node belongs to the first pool whose labels it has. Engines may also work on all
+    other nodes, which are the pool `own`. Empty: no node differs from the others."""
     tensor_parallel: CountOrAuto = 1
     """Number of slots of one engine. Each holds a part of the weights and of the KV cache, and all of them compute every token together.
     They are leased on one node, all or none. The number must divide the policy's heads and layers. `auto`: the plan of each step
@@ -229,6 +234,8 @@ class RewardConfig(Section):
     """Maximum number of copies of the model that score at once; at most one per leased slot."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes that share one copy of the model, each on a slot of its own. All slots are on one node."""
+    nodes: dict[str, str] = Field(default_factory=dict)
+    """As `learner.nodes`, for reward processes and reward models."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one batch of the model."""
     batch_samples: int = Field(1, ge=1)
