@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placement.planning.frontier_pools import pool_partitions
+from placement.planning.frontier_pools import with_spare
 from placement.planning.frontier_small import PACKED, SMALL, SMALL_UNBOUNDED, all_partitions, best_fit
 from placement.planning.greedy_fill import Ordered, sweep
-from placement.planning.multi_wave import wave_partitions
+from placement.planning.multi_wave import timed, wave_partitions
 from placement.planning.partition import pareto
 from placement.planning.plan import Plan, Pool
 from placement.planning.scenario_plans import scenario_partitions
@@ -72,7 +72,8 @@ def frontier(
     for up to SMALL sequences (`all_partitions`). Up to PACKED sequences, on one pool whose capacity does not bind,
     leftover time is packed as well (`best_fit`). Beyond that, contiguity cost 0.2 % at the worst point of a frontier,
     measured against `cost_bound` (16 actors, 512 sequences, five draws of log-normal lengths). Several pools: see
-    `frontier_pools`. Scenarios: see `scenario_plans`.
+    `frontier_pools`. Scenarios: see `scenario_plans`. Where actors may be preempted, times are expected ones
+    (`RolloutWorkload.ends_s`), and short responses go there.
 
     Capacity: a group must hold its prompts and full responses at once (with scenarios, in every column). A second wave
     on the same actor costs as much as on an actor of its own and ends later. Waves are therefore planned only if
@@ -95,10 +96,12 @@ def frontier(
     exact = n <= (PACKED if on_one_type else SMALL)  # few enough sequences to thin only at the end
     share = 0.0 if exact else thin
     ordered = Ordered.of_known(work)
-    found = sweep(ordered, work.kinds[0], share) if on_one_type else pool_partitions(ordered, work.kinds, share)
+    found = sweep(ordered, work.kinds[0], share) if on_one_type else with_spare(ordered, work.kinds, share)
+    if SMALL < n <= PACKED and on_one_type and work.held_tokens().sum() <= work.kinds[0].capacity:
+        found = [*found, *best_fit(work, found)]
+    if work.is_risky:
+        found = [timed(work, point) for point in found]
     if n <= (SMALL if found else SMALL_UNBOUNDED):
         found = [*found, *all_partitions(work, pareto(found))]
-    elif n <= PACKED and on_one_type and work.held_tokens().sum() <= work.kinds[0].capacity:
-        found = [*found, *best_fit(work, found)]
     # A thinned sweep's bounds are already `thin` apart: thinning again could leave gaps twice as wide.
     return [point.plan() for point in pareto(found or wave_partitions(work), thin if exact else 0.0)]

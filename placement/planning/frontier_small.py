@@ -23,8 +23,9 @@ def all_partitions(work: RolloutWorkload, known: Sequence[Partition]) -> list[Pa
     sequences could fill (bin packing): this matters with few sequences, not with hundreds.
 
     Breadth first over the sorted sequences: each joins an open group or opens one, on every actor type. A group's time
-    and the cost so far only grow. So a state is dropped as soon as a point of `known` is as fast and as cheap as it
-    already is. Among states with equal group loads only the cheapest is kept.
+    and the cost so far only grow, and preemptions of the others only add to the slowest group's time. So a state is dropped
+    as soon as a point of `known` is as fast and as cheap as it already is. Among states with equal group loads only the
+    cheapest is kept.
     """
     order = np.argsort(-work.lengths[:, 0], kind="stable")
     lengths, prompts = work.lengths[order, 0], work.prompts[order]
@@ -57,7 +58,7 @@ def all_partitions(work: RolloutWorkload, known: Sequence[Partition]) -> list[Pa
         keep = keep[_open(load[keep].max(1), cost[keep] + rest[i + 1], times, costs)]
         load, tokens, kind_of, cost, place = load[keep], tokens[keep], kind_of[keep], cost[keep], place[keep]
     found = []
-    makespan = load.max(1) if len(load) else np.zeros(0)
+    makespan = work.ends_s(load.T, kind_of.T) if len(load) else np.zeros(0)
     best = np.inf
     for s in np.lexsort((cost, makespan)):
         if cost[s] < best:

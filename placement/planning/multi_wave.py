@@ -46,11 +46,11 @@ def wave_partitions(work: RolloutWorkload) -> list[Partition]:
         pools = [int(kind_of[slot]) for slot in used]
         cost = sum(kinds[kind_of[slot]].price * load[slot] for slot in used)
         found.append(Partition.from_groups(float(load.max()), float(cost), groups, pools))
-    return [_timed(work, point) for point in pareto(found)]
+    return [timed(work, point) for point in pareto(found)]
 
 
-def _timed(work: RolloutWorkload, point: Partition) -> Partition:
-    """Recompute the figures over all scenarios. In each, waves start where that scenario fills the cache."""
+def timed(work: RolloutWorkload, point: Partition) -> Partition:
+    """Recompute the figures over all scenarios, preemptions included. In each, waves start where that scenario fills the cache."""
     groups = np.split(point.order, point.cuts[1:-1])
     time_s, cost = work.evaluate(groups, point.pools)
     return replace(point, time_s=time_s, cost=cost)

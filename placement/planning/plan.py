@@ -29,6 +29,10 @@ class Pool:
         KV-cache tokens that one actor holds. None means no limit.
     devices : int
         Devices of one actor (tensor-parallel width).
+    notice_s : float
+        Seconds between the notice of a preemption and the loss. A successor starts within them.
+    interval_s : float
+        Seconds between two reports of new tokens. A loss with less notice than that regenerates one interval.
 
     Examples
     --------
@@ -46,6 +50,8 @@ class Pool:
     preempt_per_hour: float = 0.0
     capacity: int | None = None
     devices: int = 1
+    notice_s: float = 0.0
+    interval_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Plan:
     Attributes
     ----------
     time_s : float
-        Seconds until the last sequence ends. With scenarios, the mean over them.
+        Seconds until the last sequence ends. With scenarios, the mean over them. Expected, where actors may be preempted.
     cost : float
         Price of all actor-seconds. Each actor is billed until its own last sequence ends. With scenarios, the mean.
     groups : tuple of ndarray

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from placement.planning.frontier_pools import pool_partitions
+from placement.planning.frontier_pools import with_spare
 from placement.planning.greedy_fill import Ordered, sweep
 from placement.planning.multi_wave import wave_partitions
 from placement.planning.partition import Partition, pareto
@@ -52,7 +52,7 @@ def scenario_partitions(work: RolloutWorkload, thin: float) -> list[Plan]:
         if len(work.kinds) == 1:
             filled = sweep(ordered, work.kinds[0], BOUND_STEP, BOUND_STEP / 4)
         else:
-            filled = pool_partitions(ordered, work.kinds, BOUND_STEP if n > SMALL else 0.0)
+            filled = with_spare(ordered, work.kinds, BOUND_STEP if n > SMALL else 0.0)
         tried = [*(candidates(ordered, work, q) for q in range(len(work.kinds))), *map(cut_set, filled)]
         cuts = CutSet.of(tried)
         used = min(len(fresh), max(LEAST_SCENARIOS, CELLS // len(cuts.first)))
@@ -157,7 +157,11 @@ def judge(work: RolloutWorkload, order: np.ndarray, cuts: CutSet, columns: np.nd
         if held is not None:
             fits[mine] = (held[last[mine]] - held[first[mine]]).max(1) <= kind.capacity
     price = np.array([kind.price for kind in work.kinds])[cuts.pools]
-    time_s = np.maximum.reduceat(seconds, cuts.begin, axis=0).mean(1, dtype=float)
+    if work.is_risky:
+        ends = [work.ends_s(seconds[at : at + k], cuts.pools[at : at + k, None]) for at, k in zip(cuts.begin, cuts.sizes, strict=True)]
+        time_s = np.array(ends).mean(1, dtype=float)
+    else:
+        time_s = np.maximum.reduceat(seconds, cuts.begin, axis=0).mean(1, dtype=float)
     cost = np.add.reduceat(price * seconds.mean(1, dtype=float), cuts.begin)
     cost[~np.logical_and.reduceat(fits, cuts.begin)] = np.inf
     found, least = list[Partition](), np.inf

@@ -19,10 +19,11 @@ class ActorType:
     An actor with sequences G takes setup_s + base_s · max L + Σ (per_seq_s · L + per_ctx_s · (p·L + L²/2) + prefill_s ·
     p) seconds, and costs `price` per second of that.
 
-    Preemption is a Poisson process with rate r per second of an actor's life. Token streams resume from the tokens
-    already delivered, so each preemption loses one setup, setup = start_s + transfer_s, during which the actor may be
-    preempted again. Work and setup of u seconds then take t = u + r·setup·t seconds in expectation, so t = u / (1 -
-    r·setup): all terms grow by one factor. The re-prefill of running sequences belongs in transfer_s.
+    Preemption is a Poisson process with rate r per second of an actor's life. Token streams resume from the tokens already
+    delivered. So each preemption loses `loss_s`: what is left of a successor's start after the notice, the transfer, and
+    without notice one interval of tokens. The runtime may move the sequences to other actors instead, which it does only
+    if that is quicker. Work and setup of u seconds then take t = u + r·loss·t seconds in expectation, so t = u / (1 - r·loss):
+    all terms grow by one factor. The re-prefill of running sequences belongs in transfer_s.
     """
 
     base_s: float
@@ -33,6 +34,13 @@ class ActorType:
     max_actors: int
     capacity: float
     prefill_s: float = 0.0
+    preempt_per_s: float = 0.0
+    loss_s: float = 0.0
+
+    @property
+    def growth(self) -> float:
+        """Expected seconds of an actor over its seconds without a preemption."""
+        return 1 / (1 - self.preempt_per_s * self.loss_s)
 
     @classmethod
     def from_pool(cls, pool: Pool, index: int, transfer_s: float) -> ActorType:
@@ -49,17 +57,18 @@ class ActorType:
             raise ValueError(f"{name} needs a capacity above 0 tokens, got {pool.capacity}")
         setup_s = pool.start_s + transfer_s
         rate = pool.preempt_per_hour / 3600
-        if not all(math.isfinite(v) and v >= 0 for v in (pool.start_s, transfer_s, rate)):
-            raise ValueError(f"{name} needs finite start_s, transfer_s and preempt_per_hour of at least 0")
-        if rate * setup_s >= 1:
+        if not all(math.isfinite(v) and v >= 0 for v in (pool.start_s, transfer_s, rate, pool.notice_s, pool.interval_s)):
+            raise ValueError(f"{name} needs finite start_s, transfer_s, preempt_per_hour, notice_s and interval_s of at least 0")
+        loss_s = max(0.0, pool.start_s - pool.notice_s) + transfer_s + (pool.interval_s if pool.notice_s < pool.interval_s else 0.0)
+        if rate * loss_s >= 1:
             raise ValueError(
-                f"{name} is preempted {pool.preempt_per_hour:g} times an hour but needs {setup_s:g} s to start: it would never decode"
+                f"{name} is preempted {pool.preempt_per_hour:g} times an hour but needs {loss_s:g} s to start: it would never decode"
             )
-        grow = 1 / (1 - rate * setup_s)
+        grow = 1 / (1 - rate * loss_s)
         capacity = math.inf if pool.capacity is None else float(pool.capacity)
         base_s, per_seq_s, per_ctx_s, prefill_s = (t * grow for t in terms)
         price = pool.price * pool.devices
-        return cls(base_s, per_seq_s, per_ctx_s, setup_s * grow, price, pool.max_actors, capacity, prefill_s)
+        return cls(base_s, per_seq_s, per_ctx_s, setup_s * grow, price, pool.max_actors, capacity, prefill_s, rate, loss_s)
 
     def work_s(self, lengths: np.ndarray, prompts: np.ndarray) -> np.ndarray:
         """Return the seconds each sequence adds to its actor besides base_s · max L. Prompts broadcast against lengths."""
@@ -126,6 +135,11 @@ class RolloutWorkload:
     def known(self) -> bool:
         return self.lengths.shape[1] == 1
 
+    @property
+    def is_risky(self) -> bool:
+        """Whether a preemption may delay an actor."""
+        return any(kind.preempt_per_s * kind.loss_s > 0 for kind in self.kinds)
+
     def work_s(self, kind: ActorType) -> np.ndarray:
         """Return (n, S) seconds, see `ActorType.work_s`."""
         return kind.work_s(self.lengths, self.prompts[:, None])
@@ -136,14 +150,31 @@ class RolloutWorkload:
 
     def evaluate(self, groups: Sequence[np.ndarray], pools: Sequence[int]) -> tuple[float, float]:
         """Return (time_s, cost) of a partition straight from the definition. Actor i has type `pools[i]`."""
-        last, cost = np.zeros(self.lengths.shape[1]), 0.0
-        for group, pool in zip(groups, pools, strict=True):
+        each, cost = np.zeros((len(groups), self.lengths.shape[1])), 0.0
+        for seconds, group, pool in zip(each, groups, pools, strict=True):
             kind = self.kinds[pool]
             work = kind.work_s(self.lengths[group], self.prompts[group][:, None]).sum(0)
-            seconds = kind.setup_s + kind.base_s * self.longest(group, kind) + work
-            last = np.maximum(last, seconds)
+            seconds[:] = kind.setup_s + kind.base_s * self.longest(group, kind) + work
             cost += kind.price * float(seconds.mean())
-        return float(last.mean()), cost
+        return float(self.ends_s(each, np.array(pools)[:, None]).mean()), cost
+
+    def ends_s(self, seconds: np.ndarray, pools: np.ndarray) -> np.ndarray:
+        """Return (S,) expected seconds until the last actor ends. seconds (k, S): expected ones of each actor. pools (k, S) or (k, 1).
+
+        An actor is delayed with the probability that it is preempted at all, by what makes its mean right. So an actor that
+        would end early anyway delays nobody: short responses go where actors may be lost.
+        """
+        if not self.is_risky:
+            return np.asarray(seconds.max(0))
+        growth, rate = (np.array([getattr(kind, name) for kind in self.kinds])[pools] for name in ("growth", "preempt_per_s"))
+        undisturbed = seconds / growth
+        delayed = -np.expm1(-rate * undisturbed)
+        late = undisturbed + np.divide(seconds - undisturbed, delayed, out=np.zeros_like(undisturbed), where=delayed > 0)
+        order = np.argsort(-late, axis=0)
+        late, delayed = np.take_along_axis(late, order, 0), np.take_along_axis(delayed, order, 0)
+        is_latest = delayed * np.cumprod(np.vstack([np.ones((1, late.shape[1])), 1 - delayed[:-1]]), axis=0)
+        last = undisturbed.max(0)
+        return np.asarray(last + (is_latest * np.maximum(late - last, 0.0)).sum(0))
 
     def longest(self, group: np.ndarray, kind: ActorType) -> np.ndarray:
         """Return (S,) decode steps of a group: its longest response, or the sum over its waves where it overflows the cache."""

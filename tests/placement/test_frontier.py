@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -143,6 +144,21 @@ def test_the_sweep_is_exact_over_contiguous_partitions(lengths: np.ndarray, spee
         assert mine == pytest.approx(least, rel=1e-8) or (math.isinf(mine) and math.isinf(least))
 
 
+def loss_s(pool: Pool, transfer_s: float) -> float:
+    """What one preemption takes: the rest of a start after the notice, the transfer, and one interval if nobody was warned in time."""
+    warned = pool.notice_s >= pool.interval_s
+    return max(0.0, pool.start_s - pool.notice_s) + transfer_s + (0.0 if warned else pool.interval_s)
+
+
+def mean_end(ends: list[tuple[float, float, float]]) -> float:
+    """Mean of the latest end, over all sets of actors that are struck. ends: undisturbed end, chance to be struck, end then."""
+    total = 0.0
+    for struck in itertools.product((False, True), repeat=len(ends)):
+        chance = math.prod(p if hit else 1 - p for (_, p, _), hit in zip(ends, struck, strict=True))
+        total += chance * max(late if hit else soon for (soon, _, late), hit in zip(ends, struck, strict=True))
+    return total
+
+
 @st.composite
 def pooled(draw: st.DrawFn, most: int) -> tuple[np.ndarray, list[Pool]]:
     lengths = draw(lengths_of(1, most))
@@ -153,6 +169,8 @@ def pooled(draw: st.DrawFn, most: int) -> tuple[np.ndarray, list[Pool]]:
             max_actors=draw(st.integers(1, 3)),
             start_s=draw(st.sampled_from([0.0, 0.5])),
             preempt_per_hour=draw(st.sampled_from([0.0, 30.0])),
+            notice_s=draw(st.sampled_from([0.0, 0.3, 2.0])),
+            interval_s=draw(st.sampled_from([0.0, 1.0])),
             devices=draw(st.integers(1, 2)),
             capacity=draw(st.one_of(st.none(), st.integers(int(lengths.max()), int(3 * lengths.max())))),
         )
@@ -164,7 +182,7 @@ def pooled(draw: st.DrawFn, most: int) -> tuple[np.ndarray, list[Pool]]:
 @given(pooled(5))
 @settings(deadline=None, max_examples=40)
 def test_few_sequences_on_several_pools_reach_the_optimum(case: tuple[np.ndarray, list[Pool]]) -> None:
-    """Over all partitions and all ways to give their groups to pools, timed by a formula of its own."""
+    """Over all partitions and all ways to give their groups to pools, with every set of preempted actors."""
     lengths, pools = case
     points = []
     for labels in labellings(len(lengths)):
@@ -172,16 +190,18 @@ def test_few_sequences_on_several_pools_reach_the_optimum(case: tuple[np.ndarray
         for kinds in itertools.product(range(len(pools)), repeat=len(groups)):
             if any(kinds.count(q) > pool.max_actors for q, pool in enumerate(pools)):
                 continue
-            times, cost = [], 0.0
+            ends, cost = [], 0.0
             for group, q in zip(groups, kinds, strict=True):
                 pool = pools[q]
                 if pool.capacity is not None and lengths[group].sum() > pool.capacity:
                     break
-                useful_s = pool.start_s + 0.1 + pool.speed.rollout_s(lengths[group])
-                times.append(useful_s / (1 - pool.preempt_per_hour / 3600 * (pool.start_s + 0.1)))
-                cost += times[-1] * pool.price * pool.devices
+                useful_s, rate = pool.start_s + 0.1 + pool.speed.rollout_s(lengths[group]), pool.preempt_per_hour / 3600
+                mean_s = useful_s / (1 - rate * loss_s(pool, 0.1))
+                struck = 1 - math.exp(-rate * useful_s)
+                ends.append((useful_s, struck, useful_s + (mean_s - useful_s) / struck if struck else useful_s))
+                cost += mean_s * pool.price * pool.devices
             else:
-                points.append((max(times), cost))
+                points.append((mean_end(ends), cost))
     plans = frontier(lengths, pools=pools, transfer_s=0.1)
     check(plans, RolloutWorkload.from_arguments(lengths, pools=pools, transfer_s=0.1))
     if points:
@@ -193,7 +213,7 @@ def test_few_sequences_on_several_pools_reach_the_optimum(case: tuple[np.ndarray
 def test_ranges_of_pools_are_the_best_of_their_family(case: tuple[np.ndarray, list[Pool]]) -> None:
     """Against all contiguous partitions whose groups use each pool in one stretch."""
     lengths, pools = case
-    work = RolloutWorkload.from_arguments(lengths, pools=pools)
+    work = RolloutWorkload.from_arguments(lengths, pools=[replace(pool, preempt_per_hour=0.0) for pool in pools])
     order, n = np.argsort(-lengths, kind="stable"), len(lengths)
     points = []
     for count in range(1, n + 1):
@@ -229,6 +249,33 @@ def test_preemption_makes_a_pool_as_slow_as_its_restarts() -> None:
         totals.append(total)
     pool = Pool(Speed(1.0, 0.0), start_s=start_s, preempt_per_hour=rate * 3600)
     assert frontier(np.array([useful_s]), pools=[pool])[0].time_s == pytest.approx(np.mean(totals), rel=0.02)
+
+
+def test_the_time_of_a_plan_is_that_of_its_slowest_actor_with_preemptions() -> None:
+    """Several actors against a Poisson clock for each, whose every strike costs a loss that may be struck too."""
+    rng, lengths = np.random.default_rng(0), np.array([90.0, 80.0, 70.0, 60.0])
+    pool = Pool(Speed(0.1, 0.9), max_actors=4, start_s=9.0, preempt_per_hour=14.0, notice_s=4.0, interval_s=6.0)
+    plan = frontier(lengths, pools=[pool])[0]
+    assert plan.actors == 4
+    work_s, loss, rate = lengths + pool.start_s, loss_s(pool, 0.0), pool.preempt_per_hour / 3600
+    times = np.tile(work_s, (100_000, 1))
+    strikes = rng.poisson(rate * times)
+    while strikes.any():
+        times += loss * strikes
+        strikes = rng.poisson(rate * loss * strikes)
+    assert plan.time_s == pytest.approx(times.max(1).mean(), rel=0.005)
+    assert plan.cost == pytest.approx(times.sum(1).mean(), rel=0.005)
+
+
+def test_what_is_likely_long_goes_where_it_lives() -> None:
+    """Same price, one kind may be lost: the longest response is on the other one, and the short ones may go."""
+    lengths, speed = np.array([1000.0, 100.0, 90.0, 80.0, 70.0, 60.0]), Speed(0.1, 0.01)
+    spot = Pool(speed, max_actors=5, start_s=20.0, preempt_per_hour=30.0)
+    lives = Pool(speed, max_actors=1, start_s=20.0)
+    for many in (1, 10):  # few sequences, where every partition is tried, and many
+        plan = frontier(np.tile(lengths, many), pools=[replace(spot, max_actors=20), replace(lives, max_actors=many)])[0]
+        where = {int(i): pool for group, pool in zip(plan.groups, plan.pools, strict=True) for i in group}
+        assert all(where[i] == 1 for i in range(0, 6 * many, 6)) and 0 in where.values()
 
 
 @given(lengths_of(1, 60), SPEED, st.integers(1, 20), st.floats(1, 4))
