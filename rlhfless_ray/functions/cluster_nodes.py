@@ -13,6 +13,7 @@ from rlhfless_ray.common.json_types import JsonObject
 NODES_S = 1.0  # time for which a list of nodes is reused: Ray takes milliseconds to make it
 NOTICES_S = 0.25  # the same for notices of drained nodes, which leave little time and take a millisecond to query
 ANSWER_S = 2.0  # timeout of a connection to a node
+UNKNOWN_S = 0.0  # time of a removal that nobody has announced
 
 
 class ClusterNodes:
@@ -21,11 +22,11 @@ class ClusterNodes:
     def __init__(self, resource: str) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
         self.resource = resource
-        self.notices: Callable[[], set[str]] = draining_nodes  # returns ids of the nodes that will be removed soon
+        self.notices: Callable[[], dict[str, float]] = draining_nodes  # returns {id: deadline} of the nodes that will be removed soon
         self._nodes: list[JsonObject] = []  # Ray's list at `_listed_s`
         self._listed_s = -float("inf")
         self._silent: set[str] = set()  # ids of nodes that do not respond, though Ray may still list them
-        self._draining: set[str] = set()  # result of the last `notices` call, at `_noticed_s`
+        self._draining: dict[str, float] = {}  # result of the last `notices` call, at `_noticed_s`
         self._noticed_s = -float("inf")
         self._slot_mbs: dict[str, float] = {}
 
@@ -40,10 +41,15 @@ class ClusterNodes:
         self._nodes, self._listed_s = ray.nodes(), time.monotonic()
 
     def draining(self) -> set[str]:
-        """Return ids of the nodes that Ray will remove soon: nothing should start or stay there."""
+        """Return ids of the nodes that will be removed soon: nothing should start or stay there."""
         if time.monotonic() - self._noticed_s > NOTICES_S:
             self._draining, self._noticed_s = self.notices(), time.monotonic()
-        return self._draining
+        return set(self._draining)
+
+    def notice_s(self, node: str) -> float | None:
+        """Return the seconds until a node with notice is removed, or None if nobody says when."""
+        deadline_s = self._draining.get(node, UNKNOWN_S)
+        return None if deadline_s == UNKNOWN_S else max(0.0, deadline_s - time.time())
 
     def slots(self, labels: Mapping[str, str]) -> dict[str, int]:
         """Return {node id: slots} of the nodes that have all these labels."""
@@ -75,14 +81,17 @@ class ClusterNodes:
 
     def known_going(self) -> set[str]:
         """Return ids of the nodes that were lost or drained when they were last looked up."""
-        return self._silent | self._draining | {node["NodeID"] for node in self._nodes if not node["Alive"]}
+        return self._silent | set(self._draining) | {node["NodeID"] for node in self._nodes if not node["Alive"]}
 
 
-def draining_nodes() -> set[str]:
-    """Return ids of the nodes that will be removed: after a cloud's notice, by the autoscaler, or by `ray drain-node`."""
+def draining_nodes() -> dict[str, float]:
+    """Return the nodes that Ray drains: after a cloud's notice, by the autoscaler, or by `ray drain-node`.
+
+    {node id: time of the removal in seconds since the epoch, `UNKNOWN_S` if Ray was not told}.
+    """
     import ray._private.state as state
 
-    return set(state.state.get_draining_nodes())
+    return {node: deadline_ms / 1000 for node, deadline_ms in state.state.get_draining_nodes().items()}
 
 
 def node_answers(node_id: str) -> bool:

@@ -88,6 +88,10 @@ class EngineCalls:
         """Return the `available` engines whose nodes are not drained."""
         return [number for number in self.available() if self.engines[number].slot.node not in self.draining]
 
+    def leaving(self) -> list[int]:
+        """Return the numbers of the engines whose nodes are drained."""
+        return [number for number, instance in enumerate(self.engines) if instance.slot.node in self.draining]
+
     def send(self, number: int, keys: np.ndarray, what: str = "", pages: tuple[Ref, ...] = ()) -> None:
         """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
         instance, call = self.engines[number], self.find(number)

@@ -21,13 +21,17 @@ COPY_S = 2.0  # timeout for the copy
 
 @dataclass(frozen=True)
 class MigrationRequest:
-    """Requests (keys) to move from one engine to another (numbers). `how`: "prefill" computes contexts again, "pages" copies their KV."""
+    """Requests (keys) to move from one engine to another (numbers).
+
+    `how`: "prefill" computes contexts again, "pages" copies their KV. `within_s`: the cut comes no later, also if pages have not arrived.
+    """
 
     requests: np.ndarray
     source: int
     target: int
     reason: str
     how: str = "prefill"
+    within_s: float = 2 * COPY_S
 
 
 # From requests, their record, source, target and reason: moves by the faster method for each context
@@ -85,9 +89,9 @@ class InflightMigrations:
         self.moved: list[MigrationStats] = []
         self.copying: dict[Ref, tuple[MigrationRequest, float]] = {}  # by reference to the copy's arrival: the move, and when to cut anyway
 
-    def move(self, requests: np.ndarray, source: int, target: int, reason: str) -> None:
-        """Move requests (keys) from one engine to another (numbers)."""
-        for move in self.choose_methods(requests, self.token_log, source, target, reason):
+    def move(self, requests: np.ndarray, source: int, target: int, reason: str, choose: ChooseMethods | None = None) -> None:
+        """Move requests (keys) from one engine to another (numbers). `choose`: other than `choose_methods`."""
+        for move in (choose or self.choose_methods)(requests, self.token_log, source, target, reason):
             self.start(move)
 
     def start(self, move: MigrationRequest) -> None:
@@ -107,7 +111,7 @@ class InflightMigrations:
             self.calls.send_command(call, EngineCommand(copy=tuple(requests), what=what, ticket=copied))
             pages = call.instance.actor.hand_over.options(concurrency_group="pages").remote(copied, COPY_S)
             arrived = self.calls.engines[move.target].actor.receive_pages.options(concurrency_group="control").remote((pages,))
-            self.copying[arrived] = move, now + 2 * COPY_S
+            self.copying[arrived] = move, now + move.within_s
         else:
             self._cut(move)
 

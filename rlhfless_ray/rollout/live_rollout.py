@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.migration.evacuation import MoveTimes
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.common.json_types import JsonObject
@@ -21,12 +22,14 @@ from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.engine_calls import Attached, EngineCalls, Ref
 from rlhfless_ray.rollout.events import Event
-from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
+from rlhfless_ray.rollout.inflight_migrations import ChooseMethods, InflightMigrations
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Completion, Request, WeightVersion
+
+PREFILL_TIMES = 0.05, 2e-5  # seconds of a move by prefill before any is measured: fixed, and for each token of the context
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ class LiveRollout:
         self.result = RolloutResult(self.token_log.completions, moved=self.migrations.moved)
         self.stopping = False
         self.start_s = math.inf  # start time of a new engine; infinite without moves, because it would get no request
+        self.move_times = lambda: MoveTimes(PREFILL_TIMES)  # seconds of a move; the migration policy measures them
         self.shares: Sequence[np.ndarray] = ()  # keys of each engine's responses, as planned
 
     def begin(self) -> None:
@@ -234,8 +238,11 @@ class LiveRollout:
         for number in self.migrations.cancel(keys):
             self.drain_if_idle(number)
 
-    def evacuate(self, leaving: list[Instance], stay: list[int], reason: str) -> None:
-        """Move the requests of engines to the engines with the numbers `stay`. An engine without requests is drained."""
+    def evacuate(self, leaving: list[Instance], stay: list[int], reason: str, choose: ChooseMethods | None = None) -> None:
+        """Move the requests of engines to the engines with the numbers `stay`. An engine without requests is drained.
+
+        `choose`: which of them move now, and how; default: all, each by the faster method.
+        """
         for instance in leaving if stay else ():
             number = self.calls.number(instance)
             if self.calls.find(number) is None:
@@ -244,7 +251,7 @@ class LiveRollout:
             owed = [i for i in self.token_log.owed(number).tolist() if i not in self.migrations.leaving]
             for k, target in enumerate(stay):
                 if part := owed[k :: len(stay)]:
-                    self.migrations.move(np.array(part), number, target, reason)
+                    self.migrations.move(np.array(part), number, target, reason, choose)
 
 
 def median_step_s(steps: EngineSteps) -> float:

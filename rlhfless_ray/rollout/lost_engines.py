@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from functools import partial
 
+import numpy as np
 import ray
 
+from placement.migration.evacuation import Evacuation, plan_evacuation
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.fetch_weights import fetch_weights
@@ -14,7 +16,9 @@ from rlhfless_ray.functions.instance import Instance, raised_at_start, reason_of
 from rlhfless_ray.functions.worker_pool import GRANT_S, NoRoom
 from rlhfless_ray.rollout.engine_calls import EngineCall
 from rlhfless_ray.rollout.events import Event, RolloutProgress, RoomNeeded
+from rlhfless_ray.rollout.inflight_migrations import COPY_S, ChooseMethods, MigrationRequest
 from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
+from rlhfless_ray.rollout.token_log import TokenLog
 
 LOOK_S = 1.0  # longest time between two looks for silent engines
 PAUSE_S = 0.1  # shortest time: a look visits every engine, but most reports come from one of them
@@ -26,7 +30,7 @@ class LostEngines(Plugin):
 
     def __init__(self, rollout: LiveRollout) -> None:
         self.rollout, self.pool, self.calls, self.token_log = rollout, rollout.pool, rollout.calls, rollout.token_log
-        self.looked_s, self.probed_s = time.monotonic(), time.monotonic()
+        self.looked_s, self.probed_s, self.asked_s = time.monotonic(), time.monotonic(), -float("inf")
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, RolloutProgress):
@@ -44,7 +48,7 @@ class LostEngines(Plugin):
     # ---- drained nodes --------------------------------------------------------------------------------------------
 
     def evacuate(self) -> None:
-        """Move requests off engines whose nodes are drained. An engine leaves once it has no request left.
+        """Move requests off engines whose nodes are drained, as late as their notice allows. An engine leaves once it has no request left.
 
         If all engines are on such nodes, a new engine is started while they still work.
         """
@@ -52,11 +56,24 @@ class LostEngines(Plugin):
         if not self.calls.draining:
             return
         leaving = [instance for instance in self.pool.working if instance.slot.node in self.calls.draining]
-        if leaving and len(leaving) == len(self.pool.working):
+        if leaving and len(leaving) == len(self.pool.working) and time.monotonic() - self.asked_s > LOOK_S:
             took = self.pool.lease_one(need=False, wait_s=GRANT_S)
+            self.asked_s = time.monotonic()
             if took := self.pool.leases.without_lost(took):
                 self.rollout.join(took)
-        self.rollout.evacuate(leaving, self.calls.staying(), "the node is drained")
+        if stay := self.calls.staying():
+            for node in {instance.slot.node: None for instance in leaving}:
+                self._leave([instance for instance in leaving if instance.slot.node == node], stay, self.pool.leases.nodes.notice_s(node))
+
+    def _leave(self, leaving: list[Instance], stay: list[int], notice_s: float | None) -> None:
+        """Move the requests of a node's engines by a plan for all of them together."""
+        log = self.token_log
+        keys = np.concatenate([log.owed(self.calls.number(instance)) for instance in leaving])
+        keys = keys[[key not in self.rollout.migrations.leaving for key in keys.tolist()]]
+        plan = plan_evacuation((log.prompt + log.length)[keys], notice_s, self.rollout.move_times())
+        if len(keys) and plan.wait_s == 0:
+            self.rollout.result.decisions.append(f"{len(keys)} moved: {plan.reason}")
+        self.rollout.evacuate(leaving, stay, plan.reason, methods_of(plan, keys[plan.pages & (log.length[keys] > 0)], notice_s))
 
     # ---- silent engines -------------------------------------------------------------------------------------------
 
@@ -137,3 +154,16 @@ class LostEngines(Plugin):
             self.pool.end_lost(instance, why, cause)
             if is_usable:
                 self.pool.prewarm(instance.slot)  # for the next rollout
+
+
+def methods_of(plan: Evacuation, pages: np.ndarray, notice_s: float | None) -> ChooseMethods:
+    """Return the moves of a plan. `pages`: keys of those of its requests whose KV pages are copied."""
+
+    def choose(requests: np.ndarray, token_log: TokenLog, source: int, target: int, reason: str) -> list[MigrationRequest]:
+        if plan.wait_s > 0:
+            return []
+        paged, within_s = np.isin(requests, pages), 2 * COPY_S if notice_s is None else min(2 * COPY_S, notice_s / 2)
+        parts = (requests[paged], "pages"), (requests[~paged], "prefill")
+        return [MigrationRequest(part, source, target, reason, how, within_s) for part, how in parts if len(part)]
+
+    return choose

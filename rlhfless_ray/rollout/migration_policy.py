@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,12 @@ import numpy as np
 from placement.forecast.scenarios import Scenarios
 from placement.measurements.term import Term
 from placement.migration.decide_moves import LiveState, Moves, Settings, cut_at_share, decide_moves
+from placement.migration.evacuation import MoveTimes
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.rollout.events import Event, RolloutProgress, TokensArrived
 from rlhfless_ray.rollout.inflight_migrations import MigrationRequest
-from rlhfless_ray.rollout.live_rollout import LiveRollout, Plugin
+from rlhfless_ray.rollout.live_rollout import PREFILL_TIMES, LiveRollout, Plugin
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.step.engine_steps import EngineSteps
 
@@ -59,7 +60,7 @@ class MigrationPolicy(Plugin):
             are_taken: whether this step makes the moves that the planner wants, see `StepPredictor.takes`.
         """
         self.rule, self.tau = rule, tau
-        self.prefill = Term(0.05, 2e-5)  # seconds of a move by context tokens
+        self.prefill = Term(*PREFILL_TIMES)  # seconds of a move by context tokens
         self.pages = Term(0.06, 2e-6) if carries else None
         self.forecast: Scenarios | None = None  # None: computed with the first decision
         self.lengths = np.zeros((0, 1))
@@ -76,7 +77,8 @@ class MigrationPolicy(Plugin):
 
     def begin(self, rollout: LiveRollout) -> None:
         super().begin(rollout)
-        rollout.migrations.choose_methods, rollout.start_s, self.decide_at_s = self.choose_methods, self.start_s, 0.0
+        rollout.migrations.choose_methods, rollout.move_times = self.choose_methods, self.move_times
+        rollout.start_s, self.decide_at_s = self.start_s, 0.0
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, TokensArrived):
@@ -90,7 +92,7 @@ class MigrationPolicy(Plugin):
         rollout, began_s = self.rollout, time.monotonic()
         if rollout.stopping or rollout.migrations.leaving or not rollout.calls.running or began_s < self.decide_at_s:
             return
-        decided = self.decide(rollout.token_log, rollout.calls.staying(), rollout.result.steps)
+        decided = self.decide(rollout.token_log, rollout.calls.staying(), rollout.result.steps, rollout.calls.leaving())
         now = time.monotonic()
         self.decide_at_s = now + max(rollout.settings.interval_s, (now - began_s) / DECIDING_SHARE)
         if not decided.moves:
@@ -112,16 +114,18 @@ class MigrationPolicy(Plugin):
         parts = (requests[~paged], "prefill"), (requests[paged], "pages")
         return [MigrationRequest(part, source, target, reason, how) for part, how in parts if len(part)]
 
-    def _predict(self, context: np.ndarray | float) -> np.ndarray:
-        """Return (methods, n) seconds from the decision to the first token on the new engine, for contexts (n,) in tokens.
+    def move_times(self) -> MoveTimes:
+        """Return the seconds from the decision to the first token on the new engine.
 
-        The first method computes a context again. The second copies its KV pages, if engines can. With any method, both engines must
-        first finish their current steps. For a method without measurements, this fixed part is scaled from its seed by the same factor
-        as the other method's.
+        With any method, both engines must first finish their current steps. For a method without measurements, this fixed part is scaled
+        from its seed by the same factor as the other method's.
         """
         terms = list(self._terms().values())
         factor = next((term.fixed_s / term.seed[0] for term in terms if term.records), 1.0)
-        return np.array([term.fixed_s * (1.0 if term.records else factor) + term.per_unit_s * context for term in terms])
+        return MoveTimes(*((term.fixed_s * (1.0 if term.records else factor), term.per_unit_s) for term in terms))
+
+    def _predict(self, context: np.ndarray | float) -> np.ndarray:
+        return self.move_times().seconds(context)
 
     def _pause_s(self, context: np.ndarray) -> np.ndarray:
         """Return (n,) seconds that nine in ten pauses of contexts (n,) stay below, by the faster method of each."""
@@ -155,22 +159,22 @@ class MigrationPolicy(Plugin):
         self.speed, self.token_s, self.limit, self.start_s = speed, token_s, limit, start_s
         self.cost_weight = float(np.clip(1 / max(second, 1e-9), MIN_COST_WEIGHT, MAX_COST_WEIGHT))
 
-    def decide(self, token_log: TokenLog, engines: list[int], steps: EngineSteps) -> MigrationRequests:
+    def decide(self, token_log: TokenLog, engines: list[int], steps: EngineSteps, leaving: Sequence[int] = ()) -> MigrationRequests:
         """Decide the moves to make now.
 
-        `engines`: numbers of the available engines. `steps`: step records so far. Moves only save time or leases, so after a
-        failure the rollout continues without them.
+        `engines`: numbers of the available engines. `steps`: step records so far. `leaving`: engines whose requests stay until their
+        node's notice ends. Moves only save time or leases, so after a failure the rollout continues without them.
         """
         if self.has_failed:
             return MigrationRequests()
-        return self.safely("deciding on moves", lambda: self._decide(token_log, engines, steps), self._give_up)
+        return self.safely("deciding on moves", lambda: self._decide(token_log, engines, steps, leaving), self._give_up)
 
     def _give_up(self) -> MigrationRequests:
         self.has_failed = True
         return MigrationRequests()
 
-    def _decide(self, token_log: TokenLog, engines: list[int], steps: EngineSteps) -> MigrationRequests:
-        live = np.flatnonzero(~token_log.finished)
+    def _decide(self, token_log: TokenLog, engines: list[int], steps: EngineSteps, leaving: Sequence[int]) -> MigrationRequests:
+        live = np.flatnonzero(~token_log.finished & ~np.isin(token_log.owner, leaving))
         place = {number: at for at, number in enumerate(engines)}
         actor = np.array([place.get(number, -1) for number in token_log.owner.tolist()])
         if len(engines) < 2 or not len(live) or (actor[live] < 0).any():

@@ -187,11 +187,11 @@ def test_a_node_that_is_drained_keeps_its_price(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cluster_nodes, "ray", SimpleNamespace(nodes=lambda: [node]))
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"nodes": {"market": "spot"}}}
     tree["price"] = {"cpu_slot_per_hour": 10.0, "rollout_slot_per_hour": 2.0}
-    nodes, drained = ClusterNodes("cpu"), set[str]()
+    nodes, drained = ClusterNodes("cpu"), dict[str, float]()
     nodes.notices = lambda: drained
     price = prices(Recipe.parse(tree), "cpu", nodes).slot_per_hour
     assert price("a") == 2.0
-    drained.add("a")
+    drained["a"] = 0.0
     assert price("a") == 2.0, "an engine that is parked before it leaves"
 
 

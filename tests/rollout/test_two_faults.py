@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 
+from placement.migration.evacuation import MoveTimes
 from rlhfless_ray.functions import node_groups
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import LeaseManager
@@ -46,9 +47,13 @@ class Pool:
 
     def __init__(self, nodes: list[str], draining: set[str]) -> None:
         self.sent: list[Any] = []
+        self.notice_s: float | None = None
         self.log: list[str] = []
         self.working = [self.engine(node) for node in nodes]
-        self.leases = SimpleNamespace(nodes=SimpleNamespace(find_lost=lambda nodes: [], draining=lambda: draining), deadline_s=60.0)
+        self.leases = SimpleNamespace(
+            nodes=SimpleNamespace(find_lost=lambda nodes: [], draining=lambda: draining, notice_s=lambda node: self.notice_s),
+            deadline_s=60.0,
+        )
 
     def engine(self, node: str) -> Any:
         call = Call(self.sent)
@@ -232,9 +237,40 @@ def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: p
     monkeypatch.setattr("rlhfless_ray.functions.pool_core.ray.nodes", lambda: [{"NodeID": "b", "Alive": True, "Resources": {"CPU": 1}}])
     pool: Any = Pool(["a"], {"a"})
     pool.find_labels, pool.leases = dict, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
-    pool.leases.nodes.notices, pool.leases.without_lost = lambda: {"a"}, lambda leases: leases
+    pool.leases.nodes.notices, pool.leases.without_lost = lambda: {"a": 0.0}, lambda leases: leases
     pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
     rollout.source.assign(rollout.calls.number(pool.working[0]), np.array([0]))
     rollout.lost.evacuate()
     assert [engine.slot.node for engine in pool.working] == ["a", "b"]
+
+
+def test_an_engine_with_long_notice_works_on_and_leaves_before_its_end() -> None:
+    """Between two engines of which one will go: with two minutes nothing moves yet, with a second everything does."""
+    pool = Pool(["a", "b"], {"a"})
+    rollout = rollout_on(pool, 4)
+    first, second = (rollout.calls.number(engine) for engine in pool.working)
+    rollout.source.assign(first, np.array([0, 1]))
+    rollout.source.assign(second, np.array([2, 3]))
+    pool.notice_s = 120.0
+    rollout.lost.evacuate()
+    assert not rollout.rollout.migrations.leaving and not rollout.rollout.result.decisions
+    pool.notice_s = 1.2
+    rollout.lost.evacuate()
+    rollout.lost.evacuate()
+    leaving = rollout.rollout.migrations.leaving
+    assert {key: route.target for key, route in leaving.items()} == {0: second, 1: second}
+    assert rollout.rollout.result.decisions == ["2 moved: the node is removed in 1.2 s: 0 by pages, 2 by prefill"]
+
+
+def test_pages_of_a_node_that_goes_are_sent_only_as_far_as_its_notice_reaches() -> None:
+    pool = Pool(["a", "b"], {"a"})
+    rollout = rollout_on(pool, 4)
+    rollout.rollout.move_times = lambda: MoveTimes((0.05, 1e-2), (0.06, 1e-3))
+    first, _ = (rollout.calls.number(engine) for engine in pool.working)
+    rollout.source.assign(first, np.arange(4))
+    rollout.token_log.length[:] = [0, 150, 100, 120]  # contexts, which are too short for a copy before the cut
+    pool.notice_s = 1.25  # leaves 0.19 s for tokens of pages
+    rollout.lost.evacuate()
+    tickets = {key: route.ticket for key, route in rollout.rollout.migrations.leaving.items()}
+    assert [tickets[key] > 0 for key in range(4)] == [False, True, False, False]
