@@ -60,14 +60,12 @@ def plan_evacuation(context: np.ndarray, notice_s: float | None, times: MoveTime
         pages = gain_s > 0
         if notice_s is not None:
             order = np.argsort(-gain_s, kind="stable")
-            sent_s = np.cumsum(np.where(pages, times.pages[1] * context, 0.0)[order])  # one after the other: a node has one link
-            pages[order] &= times.pages[0] + sent_s <= notice_s - RESERVE_S
+            sums_s = np.cumsum(np.where(pages, times.pages[1] * context, 0.0)[order])  # one after the other: a node has one link
+            pages[order] &= times.pages[0] + sums_s <= notice_s - RESERVE_S
     if notice_s is None:
         return Evacuation(0.0, pages, "the node will be removed")
-    fixed_s, sent_s = (
-        (times.pages[0], times.pages[1] * float(context[pages].sum())) if times.pages is not None and pages.any() else (0.0, 0.0)
-    )
-    wait_s = max(0.0, notice_s - RESERVE_S - CUT_S - fixed_s - sent_s)
+    sent_s = times.pages[0] + times.pages[1] * float(context[pages].sum()) if times.pages is not None and pages.any() else 0.0
+    wait_s = max(0.0, notice_s - RESERVE_S - CUT_S - sent_s)
     if wait_s > 0:
         return Evacuation(wait_s, pages, f"the node is removed in {notice_s:.0f} s: it works on for {wait_s:.0f} s")
     how = f"{int(pages.sum())} by pages, {int((~pages).sum())} by prefill"
