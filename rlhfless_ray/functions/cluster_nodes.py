@@ -30,12 +30,16 @@ class ClusterNodes:
         self._noticed_s = -float("inf")
         self._slot_mbs: dict[str, float] = {}
 
-    def present(self) -> list[JsonObject]:
-        """Return Ray's nodes, at most a second old, without drained and lost ones."""
+    def listed(self) -> list[JsonObject]:
+        """Return Ray's list of nodes, at most a second old."""
         if time.monotonic() - self._listed_s > NODES_S:
             self._list()
-        going = self.draining() | self._silent
-        return [node for node in self._nodes if node["NodeID"] not in going]
+        return self._nodes
+
+    def present(self) -> list[JsonObject]:
+        """Return Ray's nodes, at most a second old, without drained and lost ones."""
+        nodes, going = self.listed(), self.draining() | self._silent
+        return [node for node in nodes if node["NodeID"] not in going]
 
     def _list(self) -> None:
         self._nodes, self._listed_s = ray.nodes(), time.monotonic()

@@ -54,6 +54,10 @@ class FunctionsConfig(Section):
     max_replacements: int = Field(3, ge=0)
     """Number of processes that may die or hang and be replaced before the run ends. Every step without such a fault adds one to this
     budget, up to the number. Processes whose node was lost or drained do not count."""
+    notice: AddressOrPath = ""
+    """Where a node reads that it will be taken away: `aws`, `gcp` or `azure` for the metadata server of that cloud, a URL, or a file. Each
+    node reads its own, every second. With `{address}` in it the driver's node reads it for every node's address (docs/clusters.md). Empty:
+    Ray alone says so, when it drains a node."""
 
 
 class ClusterConfig(Section):

@@ -159,9 +159,9 @@ class Runtime:
             resume_notes = self._begin_resume() if checkpoint else []
             machine = f"{platform.machine()}, {slots} {resource} slots"
             self.folder.begin(self.recipe, machine, self.steps_done, self.changes, state.get("recipe"))
-            self.leases = make_leases(
-                self.recipe, resource, self.folder.path, self.cluster.node_name, self.shared_pool, private=self.cluster.private
-            )
+            say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
+            name_of, private = self.cluster.node_name, self.cluster.private
+            self.leases = make_leases(self.recipe, resource, self.folder.path, name_of, self.shared_pool, say, private=private)
             saved_rows = state.get("ledger_rows", 0)
             resume_notes += self.leases.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done, saved_rows)
             self.record = RunRecorder(self.recipe, self.folder, self.leases.ledger, self.steps_done)

@@ -20,6 +20,7 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger, Prices
+from rlhfless_ray.functions.notices import NoticePolls
 from rlhfless_ray.functions.private_slots import PrivateSlots, name_of_run
 from rlhfless_ray.functions.slot_source import SlotSource
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
@@ -66,7 +67,14 @@ class ActorClasses:
 
 
 def make_leases(
-    recipe: Recipe, resource: str, folder: Path, name_of: Callable[[str], str], source: SlotSource | None, *, private: bool
+    recipe: Recipe,
+    resource: str,
+    folder: Path,
+    name_of: Callable[[str], str],
+    source: SlotSource | None,
+    say: Callable[[str], None],
+    *,
+    private: bool,
 ) -> LeaseManager:
     """Make the run's leases and their ledger, both empty.
 
@@ -74,9 +82,12 @@ def make_leases(
         folder: the run folder. Its path and the time name the run's leases on a shared cluster.
         name_of: node id → readable name.
         source: the pool of slots that the runs of the cluster share; None: a pool of this run alone.
+        say: tells the user of notices that cannot be read.
         private: whether the cluster serves this run alone.
     """
     nodes = ClusterNodes(resource)
+    if recipe.functions.notice and not private:
+        nodes.notices = NoticePolls(recipe.functions.notice, nodes.listed, say)
     run_id = name_of_run(folder)
     ledger = Ledger(resource, prices(recipe, resource, nodes), name_of=name_of)
     source = source or PrivateSlots(resource, run_id, is_alone=private)
