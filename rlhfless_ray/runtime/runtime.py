@@ -159,9 +159,8 @@ class Runtime:
             resume_notes = self._begin_resume() if checkpoint else []
             machine = f"{platform.machine()}, {slots} {resource} slots"
             self.folder.begin(self.recipe, machine, self.steps_done, self.changes, state.get("recipe"))
-            say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
             name_of, private = self.cluster.node_name, self.cluster.private
-            self.leases = make_leases(self.recipe, resource, self.folder.path, name_of, self.shared_pool, say, private=private)
+            self.leases = make_leases(self.recipe, resource, self.folder.path, name_of, self.shared_pool, self._say, private=private)
             saved_rows = state.get("ledger_rows", 0)
             resume_notes += self.leases.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done, saved_rows)
             self.record = RunRecorder(self.recipe, self.folder, self.leases.ledger, self.steps_done)
@@ -274,8 +273,10 @@ class Runtime:
         recipe = self.recipe
         ranks, engines = self.rank_counts[0], recipe.rollout.min_actors * recipe.rollout.least_width
         least = max(ranks + engines if recipe.rollout.rolls_out_ahead else max(ranks, engines), recipe.reward.tensor_parallel)
-        say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
-        return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
+        return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, self._say)
+
+    def _say(self, text: str) -> None:  # for parts that are made before the recorder
+        self.record.progress.message(text)
 
     def _create_parts(self, resource: str, memory_of_step: MemoryOfStep) -> RunParts:
         record, inputs, actors, private = self.record, self.inputs, self.actor_classes(), self.cluster.private
