@@ -19,7 +19,17 @@ from rlhfless_ray.recipe.mistakes import known_keys, section_at
 from rlhfless_ray.recipe.reading import read_yaml, set_key
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.recipe.without_effect import COMMON, OF_RUNS, OF_STAGES, ON_CPU, ON_GPU, ON_JOINED, ON_PRIVATE, without_effect
+from rlhfless_ray.recipe.without_effect import (
+    COMMON,
+    OF_RUNS,
+    OF_STAGES,
+    ON_CPU,
+    ON_GPU,
+    ON_JOINED,
+    ON_ONE_NODE,
+    ON_PRIVATE,
+    without_effect,
+)
 from rlhfless_ray.runtime.evaluate_models import _notes
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +106,7 @@ def test_every_rule_names_keys_of_its_recipe() -> None:
     runs, stages = set(known_keys(Recipe)), set(known_keys(SupervisedRecipe))
     for rules, keys in ((COMMON, runs), (OF_RUNS, runs), (OF_STAGES, stages)):
         assert {key for rule in rules for key in rule.keys.split()} <= keys
-    assert {key for keys, _ in (ON_CPU, ON_GPU, ON_PRIVATE, ON_JOINED) for key in keys.split()} <= runs
+    assert {key for keys, _ in (ON_CPU, ON_GPU, ON_PRIVATE, ON_ONE_NODE, ON_JOINED) for key in keys.split()} <= runs
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda file: file.stem)
