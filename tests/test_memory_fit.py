@@ -14,6 +14,7 @@ from rlhfless_ray.preflight import memory_check
 from rlhfless_ray.preflight.memory_check import DoesNotFit
 from rlhfless_ray.preflight.memory_fit import Fit, fit
 from rlhfless_ray.preflight.memory_needs import Lengths, Need, Room, gb, megabytes
+from rlhfless_ray.preflight.rank_counts import rank_counts
 from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import check_kv_cache
@@ -51,6 +52,13 @@ def test_numbers_that_stand_twice_are_equal():
 
     assert peak_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert Recipe.parse(TREE).learner.max_micro_batch_tokens == peak_memory.DEFAULT_TOKENS
+
+
+def test_a_resumed_run_begins_with_the_ranks_that_ran_if_they_still_fit():
+    policy = config("qwen2", 128, 384, 3, 4, 4, 100), 700_000
+    job = RunMemory.of(Recipe.parse({**TREE, "learner": {"ranks": "auto"}}), LENGTHS, policy=policy)
+    found = [rank_counts(job, lambda: pytest.fail("asked"), 4, before) for before in (None, 2, 8)]
+    assert found == [[1, 2, 4], [2, 1, 4], [1, 2, 4]]
 
 
 def test_a_small_policy_keeps_the_defaults_without_a_look_at_the_memory():

@@ -1,20 +1,43 @@
-"""Choose how many ranks an update gets: by measured times, and by what a change of ranks costs."""
+"""Choose how many ranks an update gets: by what a whole step takes on each number, and by what a change of ranks costs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from placement.planning.objective import Objective
 from placement.scaling.learner_size import MIN_TRIALS, LearnerSize
-from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, Decision, Hold, ResizeHistory, kind_of_change, pays_back
+from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, Decision, Hold, ResizeHistory, kind_of_change, pays_back, time_value
+
+
+@dataclass(frozen=True)
+class RestOfStep:
+    """A step besides its update: seconds, and slot-seconds of all holders.
+
+    beside: slots that others hold while the update works, parked processes by their price. A shorter update frees them sooner.
+    """
+
+    seconds: float = 0.0
+    slot_seconds: float = 0.0
+    beside: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A step on a number of ranks: its seconds, its slot-seconds, and seconds and slots of its update."""
+
+    time_s: float
+    cost: float
+    update_s: float
+    slots: int
 
 
 class LearnerRanks:
     """Times of updates by number of ranks, and of slots a rank (`LearnerSize`).
 
-    The worth of an update is that of `LearnerSize`: (slots + value of a second) · seconds. A number of ranks that no update had yet is
-    taken to need the least slot-seconds of the present one, which is the best that it can do. So a trial must pay for the way there and
-    back.
+    Numbers of ranks are compared by the whole step. One that no update had yet is taken to need the least slot-seconds of the present one,
+    which is the best that it can do. So a trial must pay for the way there and back.
     """
 
     def __init__(self, counts: Sequence[int], most_slots: int, *, fixed: bool = False) -> None:
@@ -32,21 +55,32 @@ class LearnerRanks:
         """Slots of each of the present ranks."""
         return self.sizes[self.current]
 
-    def worth(self, ranks: int, tokens: float, value_per_s: float, room: int) -> tuple[float, float, int] | None:
-        """Return (worth, seconds, slots) of an update of so many tokens, at best. None if `room` slots are too few for the ranks."""
+    def steps(self, ranks: int, tokens: float, room: int, rest: RestOfStep) -> list[RankStep]:
+        """Return the steps with an update of so many tokens, by its slots. Empty if `room` slots are too few for the ranks."""
         size = self.sizes[ranks]
         counts = [count for count in size.counts if ranks * count <= room]
         measured = [count for count in counts if size.tried[count]]
         if measured:
-            found = ((size.predict(count, tokens), ranks * count) for count in measured)
+            found = [(size.predict(count, tokens), ranks * count) for count in measured]
         else:
             tried = [count for count in self.size.counts if self.size.tried[count]]
             least = min((self.current * count * self.size.predict(count, tokens) for count in tried), default=None)
-            found = ((least / (ranks * count), ranks * count) for count in counts if least is not None)
-        return min((((slots + value_per_s) * seconds, seconds, slots) for seconds, slots in found), default=None)
+            found = [(least / (ranks * count), ranks * count) for count in counts if least is not None]
+        return [RankStep(rest.seconds + s, rest.slot_seconds + (slots + rest.beside) * s, s, slots) for s, slots in found]
 
     def decide(
-        self, tokens: float, *, step: int, steps_left: int, room: int, value_per_s: float, change_s: float, gamma: float = MAX_COST_SHARE
+        self,
+        tokens: float,
+        *,
+        step: int,
+        steps_left: int,
+        room: int,
+        rest: RestOfStep,
+        objective: Objective,
+        value_per_s: float,
+        change_s: float,
+        gamma: float = MAX_COST_SHARE,
+        unit: str = "slot-s",
     ) -> Decision:
         """Decide the number of ranks from the next update on. The decision's `actors` are ranks.
 
@@ -54,9 +88,12 @@ class LearnerRanks:
             tokens: of an update.
             step, steps_left: number of this step, and of steps after it.
             room: slots that the learner can have.
-            value_per_s: worth of a second of the step.
+            rest: what a step has besides the update.
+            objective: what steps are compared by. Its deadline or budget is one of the rollout alone.
+            value_per_s: worth of a second for such an objective.
             change_s: seconds that a change of ranks takes.
             gamma: share of its savings that a change may cost.
+            unit: of costs, for the reason.
         """
         now = self.current
         if len(self.sizes) == 1:
@@ -64,22 +101,31 @@ class LearnerRanks:
         possible = [count for count in self.size.counts if now * count <= room]
         if steps_left < 1 or any(self.size.tried[count] < MIN_TRIALS for count in possible):
             return Hold(now, f"{_ranks(now)}: their updates are not measured yet" if steps_left else "the last step")
-        known = {ranks: found for ranks in self.sizes if (found := self.worth(ranks, tokens, value_per_s, room)) is not None}
-        if now not in known:
+        all_steps = {ranks: found for ranks in self.sizes if (found := self.steps(ranks, tokens, room, rest))}
+        if now not in all_steps:
             return Hold(now, f"{_ranks(now)}: there are slots for no other number")
-        best = min(known, key=lambda ranks: (known[ranks][0], ranks != now, ranks))
+        if objective.deadline_s is None and objective.budget is None:
+            value_per_s = time_value(objective, [one for found in all_steps.values() for one in found])
+
+        def worth(one: RankStep) -> float:
+            return one.cost + value_per_s * one.time_s
+
+        steps = {ranks: min(found, key=worth) for ranks, found in all_steps.items()}
+        best = min(steps, key=lambda ranks: (worth(steps[ranks]), ranks != now, ranks))
         self.history = self.history.record(step, best)
-        (before, now_s, _), (after, best_s, slots) = known[now], known[best]
-        figures = f"{_ranks(best)}: {best_s:.3g} s" + (f" ({now}: {now_s:.3g} s)" if best != now else "")
+        before, after = steps[now], steps[best]
+        figures = f"{_ranks(best)}: step of {after.time_s:.3g} s for {after.cost:.3g} {unit}"
         if best == now:
-            return Hold(now, figures, now_s)
+            return Hold(now, figures, before.update_s)
+        figures += f" ({now}: {before.time_s:.3g} s for {before.cost:.3g})"
         is_trial = not self.sizes[best].is_measured
-        once = (1 + is_trial) * change_s * (max(slots, now) + value_per_s)
+        once = (1 + is_trial) * change_s * (max(after.slots, now) + rest.beside + value_per_s)
         lasts = float(steps_left) if is_trial else min(self.history.horizon(step), steps_left)
-        pays, why = pays_back(before - after, before, once, lasts, gamma, MIN_SAVING)
+        pays, why = pays_back(worth(before) - worth(after), worth(before), once, lasts, gamma, MIN_SAVING, unit)
         if not pays:
-            return Hold(now, f"{figures} {why}", now_s)
-        return kind_of_change(best, now)(best, f"{figures}{', if they scale' if is_trial else ''} {why}", best_s, slots * best_s)
+            return Hold(now, f"{figures} {why}", before.update_s)
+        reason = f"{figures}{', if they scale' if is_trial else ''} {why}"
+        return kind_of_change(best, now)(best, reason, after.update_s, after.slots * after.update_s)
 
     def fewer(self, room: int) -> int | None:
         """Return the most ranks below the present number for which there are slots, or None."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from placement.planning.objective import Objective, choose_nearest, in_words
+from placement.planning.objective import Objective, Point, choose_nearest, in_words
 from placement.planning.plan import Plan
 
 MAX_COST_SHARE = 0.5  # share of the predicted saving that a change may cost (Nereus)
@@ -122,8 +122,8 @@ def preferred_value(prefer: float, least_cost: float, least_s: float) -> float:
     return share / (1 - share) * least_cost / max(least_s, 1e-12)
 
 
-def time_value(objective: Objective, plans: Sequence[Plan]) -> float:
-    """Return the worth of a second of rollout time, in cost, for an objective on a frontier of plans.
+def time_value(objective: Objective, plans: Sequence[Point]) -> float:
+    """Return the worth of a second, in cost, for an objective on a frontier of plans.
 
     `prefer` p scores p·T/T* + (1-p)·C/C*, so a second is worth p/(1-p)·C*/T*. For `deadline_s` a second is
     worth nothing if a plan meets it, and otherwise as much as for `prefer` 1. For `budget` it is the other way round. For `knee` cost

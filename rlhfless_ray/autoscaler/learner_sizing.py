@@ -90,6 +90,8 @@ class LearnerSizing:
                 step=step,
                 steps_left=self.predictor.recipe.run.steps - step,
                 room=room,
+                rest=self.predictor.rest_of_step,
+                objective=self.criteria.objective,
                 value_per_s=max(self.criteria.value_per_s, MIN_SECOND_VALUE),
                 change_s=self.predictor.terms.reshard.predict(),
                 gamma=self.predictor.recipe.objective.payback,

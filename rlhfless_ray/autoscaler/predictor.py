@@ -11,7 +11,7 @@ import numpy as np
 from placement.forecast.forecaster import LengthForecaster, Scenarios
 from placement.measurements.registry import Measurements
 from placement.scaling.engine_width import slots
-from placement.scaling.learner_ranks import LearnerRanks
+from placement.scaling.learner_ranks import LearnerRanks, RestOfStep
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.overlapped_step import Rest, Update
 from placement.speed.decode_speed import Speed
@@ -42,6 +42,8 @@ class Predictor:
         self.update_s = 0.0  # duration of the last update
         self.passes_s = 0.0  # duration of the passes before it
         self.step_s = 0.0  # duration of the last step, without evaluation
+        self.beside_update = 0.0  # slots that other functions than the learner held in it
+        self.rest_of_step = RestOfStep()  # of the last step without an evaluation
         self.tokens_per_step = 1.0  # tokens of a sequence in an engine step of the last rollout: more than one with drafts
         self.pending_steps: list[EngineSteps] = []  # step records that the speed is not fitted to yet
         self.troubles: list[str] = []  # failures since the last report
@@ -156,12 +158,16 @@ class Predictor:
         """Record an engine's load of a weight version. `away`: the engine is not on the learner's node."""
         (self.terms.transfer_away if away else self.terms.transfer).observe(float(weight_bytes), seconds)
 
-    def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
-        """Record a finished step: its seconds by phase, and `wall_s` with all of them, evaluation included.
+    def observe_step(self, phases: dict[str, float], wall_s: float, samples: int, slot_s: float = 0.0) -> None:
+        """Record a finished step: seconds by phase, `wall_s` with all of them, evaluation included, and slot-seconds of all holders.
 
         `observe_update` and `observe_passes` record the worker groups' own times.
         """
         self.step_s = wall_s - phases.get("eval", 0.0)
+        if self.step_s == wall_s:
+            held = self.ranks * self.learner_slots + self.beside_update
+            rest_s, rest_slot_s = wall_s - self.update_s, slot_s - held * self.update_s
+            self.rest_of_step = RestOfStep(max(0.0, rest_s), max(0.0, rest_slot_s), self.beside_update)
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
         if self.recipe.rollout.rolls_out_ahead:  # the learn phase includes the next step's prefill and rollout
             self.terms.outside.observe(0.0, wall_s - sum(phases.get(name, 0.0) for name in ("rollout", "score", "learn", "eval")))
@@ -169,9 +175,9 @@ class Predictor:
         known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))
         self.terms.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
 
-    def observe_update(self, slots: int, samples: Sequence[Sample], seconds: float) -> None:
-        """Record an update's duration. `slots`: per rank."""
-        self.update_s, self.learner_slots = seconds, slots
+    def observe_update(self, slots: int, samples: Sequence[Sample], seconds: float, beside: float = 0.0) -> None:
+        """Record an update's duration. `slots`: per rank. `beside`: slots that functions of other kinds held meanwhile."""
+        self.update_s, self.learner_slots, self.beside_update = seconds, slots, beside
         self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
 
     def observe_passes(self, samples: Sequence[Sample], seconds: float) -> None:
@@ -209,8 +215,8 @@ class Predictor:
             "forecaster": self.forecaster.state(),
             "speed": self.engines.fit.state(),
             "terms": self.terms.state(),
-            "learner": self.learner.state(),
             "learner_by_ranks": self.learners.state(),
+            "learner_ranks": self.ranks,
             "learner_slots": self.learner_slots,
         }
 
@@ -221,7 +227,7 @@ class Predictor:
         self.engines.fit.restore(state["speed"])
         before = {name: state[name] for name in ("around", "outside") if name in state}  # of runs before 2026-11-29
         self.terms.restore(before | state["terms"])
-        self.learners.restore(state.get("learner_by_ranks", {str(self.ranks): state["learner"]}))  # of runs before 2026-11-29
+        self.learners.restore(state.get("learner_by_ranks") or {str(self.ranks): state["learner"]})  # of runs before 2026-11-29
         self.learner_slots = state["learner_slots"]
 
 

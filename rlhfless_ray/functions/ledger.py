@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import os
 import time
@@ -237,6 +238,16 @@ class Ledger:
     def held_slot_s(self, kind: str, since_row: int) -> float:
         """Return slot-seconds of the leases held by functions of a kind, in the rows from `since_row` on."""
         return sum(row.seconds * row.slots for row in self._since(since_row) if row.kind == kind)
+
+    def beside(self, kind: str, seconds: float) -> float:
+        """Return how many slots functions of other kinds held on average in the last seconds. Parked processes count by their price."""
+        now = time.time()
+        since_s = now - seconds
+        held_s = sum((one.slots or one.parked) * (now - max(one.from_s, since_s)) for one in self.open.values() if one.kind != kind)
+        for row in itertools.takewhile(lambda row: row.to_s + self.started_s > since_s, reversed(self.rows)):
+            if row.kind != kind:
+                held_s += row.slots * (row.to_s - max(row.from_s, since_s - self.started_s))
+        return held_s / seconds
 
     def unleased_core_s(self, kind: str, since_row: int) -> float:
         """Return CPU seconds of functions of a kind without a lease, in the rows from `since_row` on."""

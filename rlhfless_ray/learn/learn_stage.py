@@ -336,7 +336,8 @@ class LearnStage:
             if restarts == self.worker_group.recovery.restarts:
                 waited_s = time.monotonic() - began_s  # also for what else the driver waits for meanwhile
                 took_s = self.worker_group.call_s if beside else waited_s
-                self.context.autoscaler.predictor.observe_update(self._slots(), samples, took_s)
+                others = self.context.ledger.beside(self.worker_group.pool.kind, max(took_s, MIN_TOKEN_S))
+                self.context.autoscaler.predictor.observe_update(self._slots(), samples, took_s, others)
             return stats
 
         self.update = replace(update, result=result)

@@ -14,11 +14,12 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.section import AutoCount
 
 
-def rank_counts(job: RunMemory, find_room: Callable[[], Room], slots: int) -> list[int]:
-    """Return the numbers of learner ranks that fit the slots and the memory, smallest first: one if it is not `auto`.
+def rank_counts(job: RunMemory, find_room: Callable[[], Room], slots: int, before: int | None = None) -> list[int]:
+    """Return the numbers of learner ranks that fit the slots and the memory: one if it is not `auto`.
 
-    They double from the fewest that share a copy of the policy. None has more parts of a batch than a step has samples. `find_room` is
-    called unless everything is small. If none fits, the fewest are returned, for `memory_check.check` to say why.
+    They double from the fewest that share a copy of the policy. The first is that of the checkpoint (`before`), if it is among them, and
+    otherwise the fewest. None has more parts of a batch than a step has samples. `find_room` is called unless everything is small. If none
+    fits, the fewest are returned, for `memory_check.check` to say why.
     """
     recipe, fewest = job.recipe, int(job.recipe.learner.ranks)
     if not isinstance(recipe.learner.ranks, AutoCount):
@@ -27,10 +28,10 @@ def rank_counts(job: RunMemory, find_room: Callable[[], Room], slots: int) -> li
     most = max(fewest, min(slots, samples * fewest))
     counts = [fewest * 2**k for k in range(int(math.log2(most / fewest)) + 1)]
     jobs = {count: job.with_settings(settings_of(recipe, count)) for count in counts}
-    if all(is_small(need for room in one.rooms for need in one.peaks(room)) for one in jobs.values()):
-        return counts
-    room = find_room()
-    return [count for count, one in jobs.items() if room.bytes is None or shortage(one, room) is None] or [fewest]
+    if not all(is_small(need for room in one.rooms for need in one.peaks(room)) for one in jobs.values()):
+        room = find_room()
+        counts = [count for count, one in jobs.items() if room.bytes is None or shortage(one, room) is None] or [fewest]
+    return sorted(counts, key=lambda count: (count != before, count))
 
 
 def settings_of(recipe: Recipe, ranks: int) -> Settings:

@@ -142,7 +142,8 @@ class Runtime:
             check_kernels(self.recipe, resource)
             check_engines(self.recipe, config_of(self.inputs.files), resource)
             job = self.inputs.memory_fit.job
-            self.rank_counts = rank_counts(job, lambda: cluster_room(self.cluster, self.recipe, resource), slots)
+            before = checkpoint[2].get("autoscaler", {}).get("learner_ranks") if self.resume and checkpoint else None
+            self.rank_counts = rank_counts(job, lambda: cluster_room(self.cluster, self.recipe, resource), slots, before)
             job = job.with_settings(settings_of(self.recipe, self.rank_counts[0]))
             note = check(job, lambda: cluster_room(self.cluster, self.recipe, resource))
             least = job.least_mb() if resource == "cpu" else {}

@@ -113,7 +113,7 @@ class StepRecords:
     def _write_row(self, step: Step) -> None:
         context, groups = self.stages.context, self.stages.learn.worker_groups
         groups.start_snapshots()
-        context.autoscaler.predictor.observe_step(step.phase_s, step.wall_s, len(step.samples))
+        context.autoscaler.predictor.observe_step(step.phase_s, step.wall_s, len(step.samples), step.ledger["full_slot_s"])
         self.session.groups.observe(step)
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **groups.learner.recovery.take_metrics()}

@@ -15,6 +15,7 @@ from placement import frontier
 from placement.market import Bid
 from placement.measurements.term import Term
 from placement.planning.objective import Objective, in_words
+from placement.scaling.learner_ranks import RestOfStep
 from placement.scaling.resize_policy import Decision, Hold
 from placement.speed.decode_speed import Speed
 from rlhfless_ray import Recipe
@@ -239,6 +240,26 @@ def test_what_learn_phases_take_before_the_policys_update_is_a_term_of_the_step_
         assert one.terms.outside.predict() == pytest.approx(1.5, rel=0.2), "it is counted once"
         told = one.plan(scenarios, asked, 4, step=7, warm=4).step.corrected
         assert told - without > 0.9 * one.terms.passes.predict(tokens)
+
+
+def test_a_checkpoint_names_the_ranks_and_an_older_one_has_the_times_of_one_number_only() -> None:
+    auto = trained(Autoscaler(recipe(), SPEED))
+    auto.predictor.observe_update(1, answers(prompts()), 1.0)
+    state = auto.state()
+    assert state["learner_ranks"] == 1
+    older = {key: value for key, value in state.items() if key != "learner_by_ranks"} | {"learner": state["learner_by_ranks"]["1"]}
+    again = Autoscaler(recipe(), SPEED)
+    again.restore(older)
+    assert again.learner.is_measured and again.learner.state() == auto.learner.state()
+
+
+def test_a_step_has_what_its_update_did_not_take() -> None:
+    auto = Autoscaler(recipe(), SPEED)
+    auto.predictor.observe_update(1, answers(prompts()), 0.5, 0.5)
+    auto.predictor.observe_step({"rollout": 1.0}, 2.0, 64, 3.0)
+    assert auto.predictor.rest_of_step == RestOfStep(1.5, 2.25, 0.5)
+    auto.predictor.observe_step({"rollout": 1.0, "eval": 20.0}, 22.0, 64, 40.0)
+    assert auto.predictor.rest_of_step == RestOfStep(1.5, 2.25, 0.5), "an evaluation's slots are not a step's"
 
 
 def test_evaluation_is_no_part_of_a_steps_time() -> None:

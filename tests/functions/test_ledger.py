@@ -105,6 +105,21 @@ def test_hand_over_leaves_no_gap_and_no_double_billing(clock: Clock) -> None:
     assert [short(row)[1:] for row in ledger.rows] == [("A", "work", 0, 0, 3), ("B", "work", 0, 3, 6), ("B", "idle", 0, 6, 7)]
 
 
+def test_slots_beside_a_function_are_those_of_the_others_in_the_same_seconds(clock: Clock) -> None:
+    ledger = Ledger("cpu", Prices(slot_per_hour=lambda node: 0.0, parked_share=0.25))
+    ledger.hold("L", "n", "0", "rollout", "A")
+    clock.now += 3
+    ledger.release("L")
+    ledger.hold("L", "n", "0", "learner", "B")
+    ledger.hold("M", "n", "1", "rollout", "C")
+    ledger.park("A", "n", "0", "rollout", 100.0)
+    clock.now += 2
+    ledger.release("M")
+    clock.now += 2
+    assert ledger.beside("learner", 4.0) == pytest.approx((2 + 0.25 * 4) / 4)
+    assert ledger.beside("learner", 1.0) == pytest.approx(0.25)
+
+
 def test_spans_are_clipped_and_overlaps_counted_once(clock: Clock) -> None:
     ledger = Ledger("cpu", 0.0)
     ledger.hold("L", "n", "0", "rollout", "A")
