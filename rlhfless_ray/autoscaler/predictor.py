@@ -175,9 +175,9 @@ class Predictor:
         known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))
         self.terms.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
 
-    def observe_update(self, slots: int, samples: Sequence[Sample], seconds: float, beside: float = 0.0) -> None:
-        """Record an update's duration. `slots`: per rank. `beside`: slots that functions of other kinds held meanwhile."""
-        self.update_s, self.learner_slots, self.beside_update = seconds, slots, beside
+    def observe_update(self, slots: int, samples: Sequence[Sample], seconds: float) -> None:
+        """Record an update's duration. `slots`: per rank."""
+        self.update_s, self.learner_slots = seconds, slots
         self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
 
     def observe_passes(self, samples: Sequence[Sample], seconds: float) -> None:

@@ -288,6 +288,8 @@ class LearnStage:
         autoscaler, self.resized = self.context.autoscaler, {}
         if not self.chooses_ranks or not self.worker_group.working:
             return
+        if update_s := autoscaler.predictor.update_s:
+            autoscaler.predictor.beside_update = self.context.ledger.beside(self.worker_group.pool.kind, update_s)
         decision = autoscaler.sizing.decide_ranks(self.number, self._room())
         if decision.actors != autoscaler.predictor.ranks:
             done = self.worker_groups.resize(self._layouts(decision.actors))
@@ -336,8 +338,7 @@ class LearnStage:
             if restarts == self.worker_group.recovery.restarts:
                 waited_s = time.monotonic() - began_s  # also for what else the driver waits for meanwhile
                 took_s = self.worker_group.call_s if beside else waited_s
-                others = self.context.ledger.beside(self.worker_group.pool.kind, max(took_s, MIN_TOKEN_S))
-                self.context.autoscaler.predictor.observe_update(self._slots(), samples, took_s, others)
+                self.context.autoscaler.predictor.observe_update(self._slots(), samples, took_s)
             return stats
 
         self.update = replace(update, result=result)
