@@ -74,7 +74,7 @@ def test_the_whole_step_is_weighed() -> None:
     times = {1: 0.6, 2: 0.4, 4: 0.4}
     alone = settled(taught(times, 1), objective=Objective(prefer=0.4))
     assert isinstance(alone, Hold), "an update by itself is not worth it"
-    found = settled(taught(times, 1), objective=Objective(prefer=0.4), rest=RestOfStep(0.45, 1.3))
+    found = settled(taught(times, 1), objective=Objective(prefer=0.4), rest=RestOfStep(0.45, 1.3), change_s=0.2)
     assert isinstance(found, Grow) and found.actors == 2
     assert found.reason.startswith("2 ranks: step of 0.85 s for 2.1 slot-s (1: 1.05 s for 1.9) saves the worth of")
 
