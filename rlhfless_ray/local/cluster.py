@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import psutil
 
@@ -25,11 +25,23 @@ from rlhfless_ray.common.ray_environment import AUTH_MODE, PACKAGES
 from rlhfless_ray.local.laptop.forked_workers import ForkServer, worker_prefix
 from rlhfless_ray.local.laptop.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
-from rlhfless_ray.local.private_ray import CLUSTERS, bind_to_loopback, detached_sessions, environment, set_auth_token, temporary_folder
+from rlhfless_ray.local.private_ray import (
+    CLUSTERS,
+    add_node,
+    bind_to_loopback,
+    detached_sessions,
+    environment,
+    set_auth_token,
+    temporary_folder,
+)
 from rlhfless_ray.local.slot_check import check_slots
 from rlhfless_ray.local.watcher import Watcher
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.run_sections import LocalNode
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+
+if TYPE_CHECKING:
+    from ray._private.node import Node
 
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
 GREETING_S, HTTP2_SETTINGS = 30.0, 4  # longest wait for a server's first frame, which is of this type
@@ -76,6 +88,7 @@ class RayCluster:
         self.temporary: Path | None = None  # session folder and TMPDIR of a private Ray
         self.owns_watcher = False
         self.fork_server: ForkServer | None = None
+        self.other_nodes: list[Node] = []  # of a private Ray, besides the driver's
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -124,16 +137,22 @@ class RayCluster:
         self.temporary = temporary_folder()
         watcher = self._watch()
         with detached_sessions(watcher.add_session), environment({"TMPDIR": str(self.temporary), **self._forks()}), local_ray():
+            folder, (first, *others) = (
+                self.temporary / "ray",
+                section.local_nodes or [LocalNode(cpus=section.cpus or len(os.sched_getaffinity(0)))],
+            )
             try:
                 ray.init(
                     address="local",
-                    num_cpus=section.cpus or len(os.sched_getaffinity(0)),
+                    num_cpus=first.cpus,
+                    labels=first.labels,
                     object_store_memory=self._store_mb() * 2**20,
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    _temp_dir=str(self.temporary / "ray"),
+                    _temp_dir=str(folder),
                 )
+                self.other_nodes += [add_node(node, self._store_mb(), folder) for node in others]
             except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
         watcher.watch_ray(private=True)
@@ -178,6 +197,8 @@ class RayCluster:
         watcher = self.watcher if self.owns_watcher else None
         if watcher is not None:
             watcher.leave_ray()
+        for node in self.other_nodes:
+            node.kill_all_processes(check_alive=False)
         if not self.joined and (ray.is_initialized() or self.private):  # private: its start may have been interrupted
             ray.shutdown()
         if self.joined:

@@ -129,7 +129,7 @@ def local_room(recipe: Recipe | SupervisedRecipe, resource: str | None = None) -
     """Return the memory of a private cluster on this machine. `resource`: kind of its slots, if known."""
     gpus = visible_gpus()
     gpu = resource == GPU if resource else bool(gpus) and recipe.functions.slot != CPU
-    slots = gpus if gpu else recipe.cluster.cpus or len(os.sched_getaffinity(0))
+    slots = gpus if gpu else recipe.cluster.private_cpus or len(os.sched_getaffinity(0))
     there = memory_bytes(gpu)
     return Room(GPU if gpu else CPU, slots, there, there, has_driver=not gpu, host_bytes=memory_bytes(False) if gpu else None)
 

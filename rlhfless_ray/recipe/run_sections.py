@@ -60,11 +60,23 @@ class FunctionsConfig(Section):
     Ray alone says so, when it drains a node."""
 
 
+class LocalNode(Section):
+    """One Ray node of several on this machine. Its cores are logical: nodes may have more of them than the machine."""
+
+    cpus: int = Field(ge=1)
+    """Cores of the node."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Ray labels of the node, such as `{market: spot}`."""
+
+
 class ClusterConfig(Section):
     address: str = ""
     """Ray address. Empty: RAY_ADDRESS or the surrounding job's cluster, else a private Ray on this machine."""
     cpus: int = Field(0, ge=0)
     """Cores of the private cluster. 0: those that this process may use."""
+    local_nodes: list[LocalNode] = Field(default_factory=list)
+    """Nodes of the private cluster, all on this machine, to try pools and lost nodes without a cluster. The driver is on the first one.
+    Empty: one node with `cpus` cores."""
     pool: bool = True
     """Share the slots of a joined cluster with other runs through one pool, which divides them by their value to each run. `false`:
     Ray's queue alone decides. A private cluster has no other runs and no pool."""
@@ -79,6 +91,17 @@ class ClusterConfig(Section):
     object_store_mb: int | None = Field(None, ge=80)
     """Object store of the private cluster in MB. None: the size of the weights and learner state in transit, at least 512 MB and at most
     0.3 of the memory. Beyond it Ray writes to disk."""
+
+    @property
+    def private_cpus(self) -> int:
+        """Cores of all nodes of a private cluster. 0: those that this process may use."""
+        return sum(node.cpus for node in self.local_nodes) or self.cpus
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> ClusterConfig:
+        if self.local_nodes and self.cpus:
+            raise ValueError("cluster.cpus: cluster.local_nodes says how many cores each node has; leave one of the two out")
+        return self
 
     @model_validator(mode="after")
     def _check_pool(self) -> ClusterConfig:

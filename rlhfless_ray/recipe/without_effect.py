@@ -143,7 +143,7 @@ ON_CPU = "rollout.gpu_memory_share", "slots are CPU cores"
 ON_GPU = "rollout.kv_cache_mb learner.max_slots_per_rank", "slots are GPUs"
 ON_PRIVATE = "cluster.pool cluster.share cluster.priority", "this Ray has no other runs"
 ON_ONE_NODE = "functions.notice", "this Ray has one node, and a run ends with it"
-ON_JOINED = "cluster.cpus cluster.object_store_mb", "they are for a Ray that the run starts, and it joins one"
+ON_JOINED = "cluster.cpus cluster.local_nodes cluster.object_store_mb", "they are for a Ray that the run starts, and it joins one"
 
 
 def without_effect(recipe: Recipe | SupervisedRecipe, resource: str = "", *, private: bool | None = None) -> Iterator[str]:
@@ -156,7 +156,8 @@ def without_effect(recipe: Recipe | SupervisedRecipe, resource: str = "", *, pri
     if resource:
         found.append(ON_CPU if resource == "cpu" else ON_GPU)
     if private is not None:
-        found += [ON_PRIVATE, ON_ONE_NODE] if private else [ON_JOINED]
+        found += [ON_PRIVATE] if private else [ON_JOINED]
+        found += [ON_ONE_NODE] if private and not recipe.cluster.local_nodes else []
     for keys, why in found:
         yield from sentences(recipe, keys.split(), why)
 

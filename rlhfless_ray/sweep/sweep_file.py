@@ -30,7 +30,16 @@ POLICY_METRICS = ("reward/mean", "eval/accuracy_sampled", "eval/accuracy_greedy"
 SUPERVISED_METRICS = ("learn/loss", "learn/accuracy", "eval/loss", "eval/accuracy")
 WITHOUT_ACCURACY = ("sft", "kd")
 OF_THE_FOLDER = ("logs", "recipes", "sweep.json", "report.html")  # names in the sweep's folder, which no run may have
-OF_THE_SWEEP = ("run.name", "run.root", "cluster.address", "cluster.cpus", "cluster.object_store_mb", "checkpoint.path")
+OF_THE_SWEEP = (
+    "run.name",
+    "run.root",
+    "cluster.address",
+    "cluster.cpus",
+    "cluster.local_nodes",
+    "cluster.object_store_mb",
+    "checkpoint.path",
+)
+OF_ITS_RAY = ("address", "cpus", "local_nodes")
 
 
 class EarlyStopping(Section):
@@ -180,9 +189,8 @@ def _planned(file: SweepFile, given: SweepRun, point: JsonObject, folder: Path, 
         set_key(tree, key, value, f"{where}: run {name}")
     tree["run"] = {**(tree.get("run") or {}), "name": name, "root": file.root}
     recipe = kind.parse(tree, where=f"{where}: run {name}")
-    cluster = recipe.cluster
-    if cluster.address or cluster.cpus or recipe.checkpoint.path:
-        key = "checkpoint.path" if recipe.checkpoint.path else "cluster.address" if cluster.address else "cluster.cpus"
+    of_the_sweep = ("checkpoint.path", recipe.checkpoint.path), *((f"cluster.{key}", getattr(recipe.cluster, key)) for key in OF_ITS_RAY)
+    if key := next((key for key, value in of_the_sweep if value), ""):
         raise UserError(f"{where}: run {name}: `{key}` of {source}: the sweep decides it for its runs; leave it out")
     return PlannedRun(name, recipe, settings, given.alone)
 

@@ -34,21 +34,24 @@ with local_ray():
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 ray.shutdown()
 
-tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}
+nodes = [{"cpus": 1}, {"cpus": 2, "labels": {"market": "spot"}}]
+tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"local_nodes": nodes}}
 cluster = RayCluster(Recipe.parse(tree))
 cluster.start()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.killpg(0, signal.SIGTERM)
 time.sleep(1)
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, label_selector={"market": "spot"})
 def where():
     return tempfile.gettempdir()
 
 said = {"worker": ray.get(where.remote(), timeout=150), "own": str(cluster.temporary), "driver": tempfile.gettempdir()}
 said["processes"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-said["cores"] = ray.cluster_resources()["CPU"]
+said["cores"] = sorted(node["Resources"]["CPU"] for node in ray.nodes())
+raylets = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
 cluster.stop()
+said["raylets"] = len(raylets), len(psutil.wait_procs(raylets, timeout=60)[1])
 print(json.dumps({**said, "left": cluster.temporary.exists(), "TMPDIR": os.environ.get("TMPDIR")}))
 """
 
@@ -63,7 +66,8 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout.splitlines()[-1])
     assert said["worker"] == said["own"] != said["driver"]
-    assert said["left"] is False and said["TMPDIR"] is None and said["cores"] == 1.0
+    assert said["left"] is False and said["TMPDIR"] is None
+    assert said["cores"] == [1.0, 2.0] and said["raylets"] == [2, 0]
     names = " ".join(said["processes"])
     not_started = ("dashboard.py", "DashboardAgent", "RuntimeEnvAgent", "monitor.py")
     assert "agent_stand_in.py" in names and not [one for one in not_started if one in names], names
