@@ -34,6 +34,7 @@ from rich.table import Table
 from benchmarks.common.fault_injection import (
     KINDS,
     PAGE_KINDS,
+    Chaos,
     FaultInjector,
     InjectedFault,
     Nodes,
@@ -62,47 +63,13 @@ REAL_KINDS = (
     *PAGE_KINDS,
 )
 SILENCE_S = 5.0  # after which an engine hangs; a real one may have to load weights in it
-EVERY = KINDS | PAGE_KINDS
 PARTIAL: dict[str, dict[str, Any]] = {
     "in turn": {"partial": "continue", "max_lag_steps": 2, "oversample": 2},
     "ahead": {"partial": "continue", "max_lag_steps": 2, "oversample": 2, "ahead": True},
 }
 BUDGET = 10**6  # here faults are what is wanted
 DEADLINE_S = 600.0  # of leases, and twice that of a driver: a machine that does something else too is no fault
-MISSES = 2
 LEAST = 5  # of each kind, in all parts together
-
-
-class Chaos:
-    """One fault of `kinds` in each step from the second to the last but one; one that finds nothing to strike is tried again, and
-    after `MISSES` steps later than the others."""
-
-    def __init__(self, kinds: list[str], nodes: Nodes | None, seed: int, say: Callable[[str], None] = lambda said: None) -> None:
-        self.kinds, self.nodes, self.rng, self.say = list(kinds), nodes, np.random.default_rng(seed), say
-        self.step, self.calls, self.struck = 1, 0, True
-        self.moment, self.after, self.misses = "", 0, 0
-        self.done: list[tuple[int, str, str]] = []  # step, kind, moment
-
-    def __call__(self, run: FaultInjector, moment: str) -> None:
-        if self.nodes is not None:
-            self.nodes.fill()
-        number = run.parts.session.step.number
-        if number != self.step:
-            self.misses = 0 if self.struck else self.misses + 1
-            if self.misses == MISSES:
-                self.kinds, self.misses = [self.kinds[-1], *self.kinds[:-1]], 0
-            self.step, self.calls = number, 0
-            self.struck = number == 1 or not self.kinds
-            if not self.struck:
-                self.moment = str(self.rng.choice(EVERY[self.kinds[-1]][0]))
-                self.after = int(self.rng.integers(1, 6)) if self.moment == "rollout" else 0
-        if self.step == 1 or self.struck or moment != self.moment:
-            return
-        self.calls += 1
-        if self.calls > self.after and EVERY[self.kinds[-1]][1](run, self.rng, self.nodes):
-            self.struck = True
-            self.done.append((number, self.kinds.pop(), moment))
-            self.say(f"step {number}, {moment}: {self.done[-1][1]} ({len(self.kinds)} to come)")
 
 
 def shuffled(faults: int, kinds: tuple[str, ...], seed: int) -> list[str]:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.chaos import Chaos, compare, on_cluster, quiet_ray, recipe, small_world, told_now
-from benchmarks.common.fault_injection import KINDS, FaultInjector, InjectedFault, Nodes, quick_to_see_hangs, step_rows
+from benchmarks.chaos import compare, on_cluster, quiet_ray, recipe, small_world, told_now
+from benchmarks.common.fault_injection import KINDS, Chaos, FaultInjector, InjectedFault, Nodes, quick_to_see_hangs, step_rows
 from benchmarks.common.replay_setup import ReplaySetup
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 

@@ -409,7 +409,10 @@ def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
         ("1: 2\n" + YAML, "keys should be strings (got 1)"),
         (YAML + "loss: {kind: ipo}\n", "unknown key `loss`; did you mean `algorithm.loss`"),
         ("run: {name: 'x}\n", "not valid YAML: line 2: while scanning a quoted scalar"),
-        (YAML + "cluster: {cpus: 2, local_nodes: [{cpus: 1}]}\n", "my-run.yaml: cluster.cpus: cluster.local_nodes says how many cores each"),
+        (
+            YAML + "cluster: {cpus: 2, local_nodes: [{cpus: 1}]}\n",
+            "my-run.yaml: cluster.cpus: cluster.local_nodes says how many cores each",
+        ),
         (YAML + "cluster: {pool: false, share: 0.5}\n", "my-run.yaml: cluster.share: it counts in the shared pool only"),
         (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` occurs twice"),
     ],

@@ -8,10 +8,12 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from benchmarks.common.call_hooks import call_after, call_before
 from benchmarks.common.replayed_runtime import ReplayedRuntime
@@ -25,6 +27,7 @@ NOTICE_S = 4.0  # between a drain notice and the end of the node
 PATIENCE_S = 60.0  # for the last process of a run to be gone, on a machine that does something else too
 START_S = 120.0  # for a local cluster
 TRIES = 8  # to start a node
+MISSES = 2  # steps in which a kind of fault may find nothing before others get their turn
 
 
 def again(start: Callable[[], Any]) -> Any:
@@ -41,10 +44,13 @@ def again(start: Callable[[], Any]) -> Any:
 class Nodes:
     """A head, where the driver and nothing that is struck lies, and nodes that may be lost. Lost ones have successors."""
 
-    def __init__(self, count: int, store_bytes: int = 128 * 2**20, head_cores: int = NODE_CORES) -> None:
+    def __init__(
+        self, count: int, store_bytes: int = 128 * 2**20, head_cores: int = NODE_CORES, labels: dict[str, str] | None = None
+    ) -> None:
+        """`labels`: of the nodes that may be lost."""
         from ray.cluster_utils import Cluster
 
-        self.store_bytes = store_bytes
+        self.store_bytes, self.labels = store_bytes, labels or {}
         head = {"num_cpus": head_cores, "object_store_memory": store_bytes}
         with local_ray():
             self.cluster = again(lambda: Cluster(initialize_head=True, head_node_args=head))
@@ -59,9 +65,10 @@ class Nodes:
 
     def fill(self) -> None:
         """Start successors of lost nodes. In the main thread only: Ray sets signal handlers as it starts a node."""
+        about = {"num_cpus": NODE_CORES, "object_store_memory": self.store_bytes, "labels": self.labels}
         with self.changing:
             while len(self.cluster.worker_nodes) < self.count:
-                again(lambda: self.cluster.add_node(wait=False, num_cpus=NODE_CORES, object_store_memory=self.store_bytes))
+                again(lambda: self.cluster.add_node(wait=False, **about))
 
     def settle(self) -> None:
         """Wait until all of them are there."""
@@ -219,6 +226,52 @@ PAGE_KINDS: dict[str, tuple[tuple[str, ...], Strike]] = {
     "prefill instance killed": (("update", "published"), lambda run, rng, nodes: kill(prefill_instances(run), rng)),
     "index replica killed": (("begin", "update", "published"), kill_index),
 }
+
+
+class Chaos:
+    """One fault of `kinds` in each step from the second to the last but one; one that finds nothing to strike is tried again, and
+    after `MISSES` steps later than the others."""
+
+    def __init__(
+        self,
+        kinds: list[str],
+        nodes: Nodes | None,
+        seed: int,
+        say: Callable[[str], None] = lambda said: None,
+        table: Mapping[str, tuple[tuple[str, ...], Strike]] | None = None,
+    ) -> None:
+        """`table`: the moments of each kind, and what it does. Default: those of faults."""
+        self.kinds, self.nodes, self.rng, self.say, self.table = (
+            list(kinds),
+            nodes,
+            np.random.default_rng(seed),
+            say,
+            table or KINDS | PAGE_KINDS,
+        )
+        self.step, self.calls, self.struck = 1, 0, True
+        self.moment, self.after, self.misses = "", 0, 0
+        self.done: list[tuple[int, str, str]] = []  # step, kind, moment
+
+    def __call__(self, run: FaultInjector, moment: str) -> None:
+        if self.nodes is not None:
+            self.nodes.fill()
+        number = run.parts.session.step.number
+        if number != self.step:
+            self.misses = 0 if self.struck else self.misses + 1
+            if self.misses == MISSES:
+                self.kinds, self.misses = [self.kinds[-1], *self.kinds[:-1]], 0
+            self.step, self.calls = number, 0
+            self.struck = number == 1 or not self.kinds
+            if not self.struck:
+                self.moment = str(self.rng.choice(self.table[self.kinds[-1]][0]))
+                self.after = int(self.rng.integers(1, 6)) if self.moment == "rollout" else 0
+        if self.step == 1 or self.struck or moment != self.moment:
+            return
+        self.calls += 1
+        if self.calls > self.after and self.table[self.kinds[-1]][1](run, self.rng, self.nodes):
+            self.struck = True
+            self.done.append((number, self.kinds.pop(), moment))
+            self.say(f"step {number}, {moment}: {self.done[-1][1]} ({len(self.kinds)} to come)")
 
 
 @contextmanager

@@ -69,11 +69,9 @@ def build(
 
 
 @contextmanager
-def logical_gpus(count: int, store_mb: int = 512) -> Iterator[None]:
-    """Run a local Ray with so many GPUs that are only numbers. Its workers are forked, as they are on a private Ray: a hundred replayed
-    engines that import everything would measure this machine's cores."""
-    import ray
-
+def forking_workers() -> Iterator[None]:
+    """Have the workers of Rays that start inside the block forked, as they are on a private Ray: a hundred replayed engines that import
+    everything would measure this machine's cores."""
     with ExitStack() as stack:
         if WORKER_PREFIX not in os.environ:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhfless-")))
@@ -81,6 +79,15 @@ def logical_gpus(count: int, store_mb: int = 512) -> Iterator[None]:
             stack.callback(server.close)
             os.environ[WORKER_PREFIX] = worker_prefix(server.address)
             stack.callback(os.environ.pop, WORKER_PREFIX)
+        yield
+
+
+@contextmanager
+def logical_gpus(count: int, store_mb: int = 512) -> Iterator[None]:
+    """Run a local Ray with so many GPUs that are only numbers."""
+    import ray
+
+    with forking_workers():
         with local_ray():
             ray.init(
                 address="local",
@@ -91,8 +98,10 @@ def logical_gpus(count: int, store_mb: int = 512) -> Iterator[None]:
                 logging_level=logging.ERROR,
                 object_store_memory=store_mb * 2**20,
             )
-        stack.callback(ray.shutdown)
-        yield
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def recipe_for(

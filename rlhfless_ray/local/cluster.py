@@ -152,7 +152,9 @@ class RayCluster:
                     logging_level=logging.ERROR,
                     _temp_dir=str(folder),
                 )
-                self.other_nodes += [add_node(node, self._store_mb(), folder) for node in others]
+                gcs, here = ray.get_runtime_context().gcs_address, {"node_ip_address": "127.0.0.1", "temp_dir": str(folder)}
+                for node in others:
+                    self.other_nodes.append(add_node(gcs, self._store_mb(), num_cpus=node.cpus, labels=node.labels, **here))
             except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
         watcher.watch_ray(private=True)
@@ -197,8 +199,8 @@ class RayCluster:
         watcher = self.watcher if self.owns_watcher else None
         if watcher is not None:
             watcher.leave_ray()
-        for node in self.other_nodes:
-            node.kill_all_processes(check_alive=False)
+        while self.other_nodes:
+            self.other_nodes.pop().kill_all_processes(check_alive=False)
         if not self.joined and (ray.is_initialized() or self.private):  # private: its start may have been interrupted
             ray.shutdown()
         if self.joined:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from rlhfless_ray.recipe.run_sections import LocalNode
-
 if TYPE_CHECKING:
     from ray._private.node import Node
 
@@ -82,30 +80,20 @@ def detached_sessions(tell: Callable[[int], None]) -> AbstractContextManager[obj
     return patch.object(services, "ConsolePopen", Detached)
 
 
-def add_node(node: LocalNode, store_mb: int, folder: Path) -> Node:
-    """Start a further node of the private Ray that this process has just started, and wait until it has registered.
+def add_node(gcs_address: str, store_mb: int, **about: object) -> Node:
+    """Start a further node of a Ray on this machine, and wait until it has registered.
 
-    `folder`: Ray's temporary folder. The node's processes end with `Node.kill_all_processes`.
+    `about`: settings of Ray's `RayParams`. The node's processes end with `Node.kill_all_processes`.
     """
-    import ray
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    about = RayParams(
-        gcs_address=ray.get_runtime_context().gcs_address,
-        num_cpus=node.cpus,
-        num_gpus=0,
-        labels=node.labels,
-        object_store_memory=store_mb * 2**20,
-        temp_dir=str(folder),
-        node_ip_address="127.0.0.1",
-        node_manager_port=0,
-        min_worker_port=0,
-        max_worker_port=0,
-        include_log_monitor=False,
+    ports = {"node_manager_port": 0, "min_worker_port": 0, "max_worker_port": 0}
+    settings = RayParams(
+        gcs_address=gcs_address, object_store_memory=store_mb * 2**20, include_log_monitor=False, **{"num_gpus": 0, **ports, **about}
     )
-    about.dashboard_agent_listen_port = None  # its default is the first node's
-    return Node(about, head=False, shutdown_at_exit=False, spawn_reaper=False)
+    settings.dashboard_agent_listen_port = None  # its default is the first node's
+    return Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=False)
 
 
 def set_auth_token() -> None:
