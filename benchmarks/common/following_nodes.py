@@ -83,7 +83,7 @@ def follow(plan: NodePlan) -> list[list[float]]:
                 leaving.append((node, from_s, now_s + plan.notice_s))
             if len(present) < min(there, soon):
                 with local_ray():
-                    started = add_node(plan.address, 128, num_cpus=1, num_gpus=plan.slots, labels=plan.labels)
+                    started = add_node(plan.address, 128, 1, plan.labels, num_gpus=plan.slots)
                 present.append((started, time.time()))
             elif began_s is None:
                 print("ready", flush=True)

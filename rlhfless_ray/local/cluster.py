@@ -152,9 +152,10 @@ class RayCluster:
                     logging_level=logging.ERROR,
                     _temp_dir=str(folder),
                 )
-                gcs, here = ray.get_runtime_context().gcs_address, {"node_ip_address": "127.0.0.1", "temp_dir": str(folder)}
+                gcs_address = ray.get_runtime_context().gcs_address
                 for node in others:
-                    self.other_nodes.append(add_node(gcs, self._store_mb(), num_cpus=node.cpus, labels=node.labels, **here))
+                    started = add_node(gcs_address, self._store_mb(), node.cpus, node.labels, temp_dir=str(folder), address="127.0.0.1")
+                    self.other_nodes.append(started)
             except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
         watcher.watch_ray(private=True)

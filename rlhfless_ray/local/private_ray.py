@@ -80,20 +80,30 @@ def detached_sessions(tell: Callable[[int], None]) -> AbstractContextManager[obj
     return patch.object(services, "ConsolePopen", Detached)
 
 
-def add_node(gcs_address: str, store_mb: int, **about: object) -> Node:
-    """Start a further node of a Ray on this machine, and wait until it has registered.
+def add_node(
+    gcs_address: str, store_mb: int, num_cpus: int, labels: dict[str, str], *, num_gpus: int = 0, temp_dir: str = "", address: str = ""
+) -> Node:
+    """Start a further node of a Ray on this machine, and wait until it has registered. Its processes end with `kill_all_processes`.
 
-    `about`: settings of Ray's `RayParams`. The node's processes end with `Node.kill_all_processes`.
+    `temp_dir`, `address`: Ray's folder, and the address that the node listens at; by default Ray's own.
     """
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    ports = {"node_manager_port": 0, "min_worker_port": 0, "max_worker_port": 0}
-    settings = RayParams(
-        gcs_address=gcs_address, object_store_memory=store_mb * 2**20, include_log_monitor=False, **{"num_gpus": 0, **ports, **about}
+    about = RayParams(
+        gcs_address=gcs_address,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        labels=labels,
+        object_store_memory=store_mb * 2**20,
+        temp_dir=temp_dir or None,
+        node_ip_address=address or None,
+        node_manager_port=0,
+        min_worker_port=0,
+        max_worker_port=0,
     )
-    settings.dashboard_agent_listen_port = None  # its default is the first node's
-    return Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=False)
+    about.dashboard_agent_listen_port = None  # its default is the first node's
+    return Node(about, head=False, shutdown_at_exit=False, spawn_reaper=False)
 
 
 def set_auth_token() -> None:
