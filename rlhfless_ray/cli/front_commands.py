@@ -1,7 +1,8 @@
-"""`rlhfless recipes`, `init`, `chat`, `push` and `compare`: for a first run and for what comes after it."""
+"""`rlhfless recipes`, `init`, `chat`, `push`, `compare` and `completion`: for a first run and for what comes after it."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -94,3 +95,26 @@ def compare(
         if not (run / "metrics.jsonl").is_file():
             raise UserError(f"{run}: not a run folder, it has no metrics.jsonl")
     print(write_comparison(runs, out).resolve())
+
+
+class Shell(StrEnum):
+    """Shells for which `rlhfless completion` prints a script."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell that reads the script.")]) -> None:
+    """Print a script that completes commands, options and names of recipes in a shell. For bash: source <(rlhfless completion bash)"""
+    from typer.completion import get_completion_script
+
+    print(get_completion_script(prog_name="rlhfless", complete_var="_RLHFLESS_COMPLETE", shell=shell.value))
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    """Return the shipped recipes, and the YAML files and folders here, that begin with a text."""
+    from rlhfless_ray.recipe.shipped import shipped_recipes
+
+    here = [f"{path}/" if path.is_dir() else str(path) for path in sorted(Path().glob(f"{incomplete}*"))]
+    return [*(name for name in shipped_recipes() if name.startswith(incomplete)), *(name for name in here if name.endswith(("/", ".yaml")))]

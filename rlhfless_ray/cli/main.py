@@ -9,7 +9,7 @@ import typer
 
 from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.cli.explain_command import explain
-from rlhfless_ray.cli.front_commands import chat, compare, init, push, recipes
+from rlhfless_ray.cli.front_commands import chat, compare, completion, init, push, recipe_names, recipes
 from rlhfless_ray.cli.generate_command import evaluate, generate, workflow
 from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.cli.import_command import import_logs
@@ -47,7 +47,7 @@ app.command()(import_logs)
 
 @app.command(cls=ResumeCommand)
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML, or the name of a shipped one.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML, or the name of a shipped one.", autocompletion=recipe_names)],
     overrides: Annotated[list[str] | None, typer.Argument(help="Recipe keys to set, as section.key=value.", show_default=False)] = None,
     resume: ResumeOption = None,
     resume_changed: ChangedOption = False,
@@ -119,7 +119,7 @@ def report(run: Annotated[Path, typer.Argument(parser=local_file, help="A run fo
     print(write_report(run).resolve())
 
 
-for asked in (recipes, init, generate, evaluate, chat, push, compare):
+for asked in (recipes, init, generate, evaluate, chat, push, compare, completion):
     app.command()(asked)
 app.command(cls=ResumeCommand)(workflow)
 app.command()(simulate)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.preflight_agent import dry_play
+from rlhfless_ray.common.vllm_install import check_vllm
 from rlhfless_ray.learn.model_checks import check_division
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.preflight.check_policy import check_policy
@@ -75,7 +76,10 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     config = config_of(files)
     if recipe.policy.path and computes:
         check_family(files, trusts_code=recipe.policy.trust_remote_code)
-    check_engines(recipe, config, local_room(recipe).resource if starts_ray(recipe) else "")
+    resource = local_room(recipe).resource if starts_ray(recipe) else ""
+    if resource and computes:
+        check_vllm(resource)
+    check_engines(recipe, config, resource)
     check_policy(recipe, config)
     critic_files = read_model(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
     if critic_files is not None:
