@@ -6,6 +6,7 @@ how many slots, is decided by `execution_plan.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -123,6 +124,23 @@ def lagged(graph: StepGraph) -> StepGraph:
     wanted = part(graph, (call.name for call in graph.calls if call.kind is not Kind.GENERATE))
     ahead = (Call(call.name, ModelRole.ENGINES, call.kind) for call in graph.calls if call.kind is Kind.GENERATE)
     return StepGraph((*ahead, *wanted.calls))
+
+
+def with_passes_first(graph: StepGraph) -> StepGraph:
+    """Return the graph in which updates need all passes, as in a run: its driver computes advantages once it has all values."""
+    passes = tuple(call.name for call in graph.calls if call.kind is Kind.INFER)
+    return with_needs(graph, {call.name: passes for call in graph.calls if call.kind is Kind.TRAIN})
+
+
+def in_turn(graph: StepGraph) -> StepGraph:
+    """Return the graph in which each call also needs the one before it."""
+    return with_needs(graph, {after.name: (before.name,) for before, after in itertools.pairwise(graph.calls)})
+
+
+def with_needs(graph: StepGraph, needs: Mapping[str, Iterable[str]]) -> StepGraph:
+    """Return the graph with further needs of some calls. Raises ValueError if one of them comes later in the graph."""
+    more = (tuple(dict.fromkeys([*call.needs, *needs.get(call.name, ())])) for call in graph.calls)
+    return StepGraph(tuple(replace(call, needs=own) for call, own in zip(graph.calls, more, strict=True)))
 
 
 def part(graph: StepGraph, names: Iterable[str]) -> StepGraph:

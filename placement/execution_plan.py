@@ -5,14 +5,16 @@ Calls that share a slot take turns, and others run side by side. A plan is chose
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from placement.call_schedule import Problem
+from placement.calls import StepGraph
 from placement.layouts import Layout
 from placement.planning.objective import Objective
-from placement.scaling.resize_policy import preferred_value
+from placement.scaling.resize_policy import MIN_SAVING, pays_back, preferred_value
 from placement.schedule_search import Found, Goal, ScheduleSearch
 
 MANY = 1000.0  # slots' worth of a second if only time counts
@@ -34,7 +36,7 @@ class ExecutionPlan:
     """The calls of a step in order of their starts.
 
     slot_seconds: of all calls, each billed for its own slots while it runs. reason: in words. is_exact: no plan is better by the same
-    times.
+    times. graph: what each call waits for.
     """
 
     calls: tuple[PlannedCall, ...]
@@ -42,6 +44,21 @@ class ExecutionPlan:
     slot_seconds: float
     reason: str
     is_exact: bool = True
+    graph: StepGraph = field(default=StepGraph(()), compare=False)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Return the layout of each call, by its name."""
+        return {call.call: call.layout for call in self.calls}
+
+    def has_beside(self, name: str, other: str) -> bool:
+        """Return whether both calls are in the plan and run at the same time."""
+        one, two = (next((call for call in self.calls if call.call == wanted), None) for wanted in (name, other))
+        return one is not None and two is not None and one.start_s < two.end_s and two.start_s < one.end_s
+
+    def value(self, value_per_s: float) -> float:
+        """Return the cost of the calls, with their seconds at their worth."""
+        return self.slot_seconds + value_per_s * self.seconds
 
     def __getitem__(self, name: str) -> PlannedCall:
         """Return the call of this name. Raises KeyError."""
@@ -81,6 +98,30 @@ def plan_step(problem: Problem, objective: Objective) -> tuple[ExecutionPlan, fl
     return replace(plan, reason=met + plan.reason), value_per_s
 
 
+def plan_at(problem: Problem, value_per_s: float) -> ExecutionPlan:
+    """Return the plan of least cost, with seconds at their worth."""
+    return execution_plan(problem, ScheduleSearch(problem).best(Goal(value_per_s)))
+
+
+def plan_with(problem: Problem, layouts: Mapping[str, Layout], value_per_s: float) -> ExecutionPlan | None:
+    """Return the best plan with these layouts, by the calls' names. None if the problem has no such option of a call."""
+    options = {name: [one for one in some if one.layout == layouts.get(name)] for name, some in problem.options.items()}
+    return plan_at(replace(problem, options=options), value_per_s) if all(options.values()) else None
+
+
+def plan_again(problem: Problem, layouts: Mapping[str, Layout], value_per_s: float) -> ExecutionPlan:
+    """Return the best plan, or the one with these layouts, unless another saves `MIN_SAVING` of its cost: a change of slots costs nothing.
+
+    Where these layouts are not possible any more, the change is urgent.
+    """
+    best, now = plan_at(problem, value_per_s), plan_with(problem, layouts, value_per_s)
+    if now is None:
+        return best
+    before = now.value(value_per_s)
+    pays, _ = pays_back(before - best.value(value_per_s), before, once=0.0, lasts=1.0, gamma=1.0, min_saving=MIN_SAVING)
+    return best if pays else now
+
+
 def execution_plan(problem: Problem, found: Found) -> ExecutionPlan:
     """Return the plan of a schedule: slots by number, and the reason in words."""
     calls = _with_numbers(problem, found)
@@ -88,7 +129,7 @@ def execution_plan(problem: Problem, found: Found) -> ExecutionPlan:
     reason = f"{found.seconds:.3g} s for {found.slot_seconds:.3g} slot-s: {_in_words(calls)}"
     if turns > found.seconds * (1 + 1e-6):
         reason += f" (one after the other: {turns:.3g} s)"
-    return ExecutionPlan(calls, found.seconds, found.slot_seconds, reason, found.is_exact)
+    return ExecutionPlan(calls, found.seconds, found.slot_seconds, reason, found.is_exact, problem.graph)
 
 
 def _with_numbers(problem: Problem, found: Found) -> tuple[PlannedCall, ...]:

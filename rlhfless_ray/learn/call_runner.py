@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from placement.calls import StepGraph
+from placement.calls import StepGraph, with_needs
 from rlhfless_ray.common.deadlines import wait_any
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
@@ -48,27 +48,26 @@ class CallRunner:
     """
 
     def __init__(self, groups: ColocatedGroups, graph: StepGraph, wait: Callable[..., list[Any]] = wait_any) -> None:
+        """`graph`: of all calls that may be started."""
         self.groups, self.graph, self.wait = groups, graph, wait
+        self.order = graph  # what each call of now waits for
         self.calls: Mapping[str, GroupCall] = {}
-        self.together = False
         self.running: dict[str, Pending[Any]] = {}
         self.started_s: dict[str, tuple[float, int]] = {}  # call → time of its start, and restarts of its worker group before
         self.results: dict[str, Any] = {}
         self.times: dict[str, CallTime] = {}  # of the calls that have ended
 
-    def start(self, calls: Mapping[str, GroupCall], *, together: bool) -> None:
+    def start(self, calls: Mapping[str, GroupCall], planned: StepGraph) -> None:
         """Start all of these calls, by name. Waits for calls that others need, or whose slots they need, but not for the last ones.
 
-        `together`: otherwise a call starts only when all others have ended.
+        `planned`: a plan's graph, in which a call may need further ones, because they take turns.
         """
-        self.calls, self.together, self.running, self.results, self.times = calls, together, {}, {}, {}
+        self.calls, self.running, self.results, self.times = calls, {}, {}, {}
+        self.order = with_needs(self.graph, {call.name: call.needs for call in planned.calls})
         if not self.groups.alone:
             self.groups.park_others([call.worker_group for call in calls.values()])
-        ended_before = {call.name for call in self.graph.calls} - calls.keys()
         while len(self.running) + len(self.results) < len(calls):
-            ended = ended_before | self.results.keys()
-            ready = [call.name for call in self.graph.ready(ended, ended | self.running.keys()) if call.name in calls]
-            started = next((name for name in ready if (together or not self.running) and self._get_leases(calls[name])), None)
+            started = next((name for name in self._ready() if self._get_leases(name)), None)
             if started is None:
                 self._end_first()
             else:
@@ -76,6 +75,11 @@ class CallRunner:
                 self.running[started] = calls[started].start()
         if not self.groups.alone:
             self.groups.release()
+
+    def _ready(self, *begun: str) -> list[str]:
+        """Return the calls that may start now, also after these have begun."""
+        ended = {call.name for call in self.order.calls} - self.calls.keys() | self.results.keys()
+        return [call.name for call in self.order.ready(ended, ended | self.running.keys() | set(begun))]
 
     def finish(self) -> dict[str, Any]:
         """Wait for all calls. Returns their results by name."""
@@ -95,9 +99,10 @@ class CallRunner:
 
     # ---- leases -----------------------------------------------------------------------------------------------
 
-    def _get_leases(self, call: GroupCall) -> bool:
-        """Give a worker group leases. Returns whether it has some; while no call runs, this waits for them."""
-        worker_group, groups = call.worker_group, self.groups
+    def _get_leases(self, name: str) -> bool:
+        """Give a call's worker group leases. Returns whether it has some; while no call runs, this waits for them."""
+        call, groups = self.calls[name], self.groups
+        worker_group = call.worker_group
         if worker_group.working:
             held = sum(len(instance.leases) for instance in worker_group.by_rank)
             if groups.alone or held == call.slots or self.broker.leases.resource == "gpu":
@@ -107,12 +112,11 @@ class CallRunner:
         if not self.running:
             groups.park_others([worker_group])
         elif not self._can_get(worker_group):
-            groups.park_others([self.calls[name].worker_group for name in self.running])
+            groups.park_others([self.calls[other].worker_group for other in self.running])
             if not self._can_get(worker_group):
                 return False
         self.broker.staff(worker_group)
-        waiting = [other.slots for name, other in self.calls.items() if name not in self.running and name not in self.results]
-        groups.release(keep=sum(waiting) - call.slots if self.together else 0)
+        groups.release(keep=sum(self.calls[other].slots for other in self._ready(name)))
         return True
 
     def _can_get(self, worker_group: WorkerGroup) -> bool:

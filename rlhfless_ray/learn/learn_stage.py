@@ -314,6 +314,7 @@ class LearnStage:
             starts[TRAIN_CRITIC] = self.critic, partial(self.critic.start_update, replace(batch, experts=None))
         self.update = Pending(UpdateStats)
         self.calls.start(starts)
+        self.calls.search()
         if self.critic is not None and (frozen or self.worker_groups.shares_slots):  # engines need its slots beside the policy's update
             self.calls.runner.end(TRAIN_CRITIC)
             self.context.broker.put(self.critic.park())

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from placement.call_slots import CallPlan
-from placement.calls import OLD, TRAIN_CRITIC, TRAIN_POLICY, Features, step_graph
+from placement.calls import OLD, TRAIN_CRITIC, TRAIN_POLICY, Features, in_turn, step_graph
+from placement.execution_plan import ExecutionPlan
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.autoscaler.call_planner import CallToPlan
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.call_runner import CallRunner, CallTime, GroupCall
@@ -35,7 +36,8 @@ class StepCalls:
         )
         self.graph = step_graph(features)
         self.runner = CallRunner(groups, self.graph)
-        self.plan: CallPlan | None = None  # of the phase that runs; None if the learner is the only worker group
+        self.plan: ExecutionPlan | None = None  # of the phase that runs; None if the learner is the only worker group
+        self.planned: tuple[dict[str, CallToPlan], Decision, int] | None = None  # what it is made of
         self.tokens: dict[str, float] = {}  # of each planned call
         self.times: dict[str, CallTime] = {}  # of the calls of the step that have ended
 
@@ -43,21 +45,24 @@ class StepCalls:
 
     def begin(self, samples: Sequence[Sample], decision: Decision, wanted: Sequence[str]) -> None:
         """Plan the phase of a step with these samples. `decision`: of the policy's update. `wanted`: the passes that it needs."""
-        self.times, self.plan, self.groups.update_slots = {}, None, 0
+        self.times, self.plan, self.planned, self.groups.update_slots = {}, None, None, 0
         if self.groups.alone:
             return
-        kinds = [kind for kind in self.passes.each if kind.call in wanted]
-        missing = {kind.call: (kind.worker_group, [one for one in samples if one.id not in kind.known]) for kind in kinds}
+        found = {kind.call: (kind.worker_group, [one for one in samples if one.id not in kind.known]) for kind in self.passes.each}
+        calls = {name: self._planned(*of) for name, of in found.items() if name in wanted and of[1]}
         updates = {TRAIN_CRITIC: self.groups.critic, TRAIN_POLICY: self.groups.learner}
-        stages = [
-            {name: self._planned(group, those) for name, (group, those) in missing.items() if those},
-            {name: self._planned(group, samples) for name, group in updates.items() if group is not None},
-        ]
-        self.tokens = {name: call.tokens for stage in stages for name, call in stage.items()}
-        self.plan = self.context.autoscaler.calls.plan(self.graph, stages, decision, self._room())
+        calls |= {name: self._planned(group, samples) for name, group in updates.items() if group is not None}
+        self.tokens = {name: call.tokens for name, call in calls.items()}
+        self.planned = calls, decision, self._room()
+        self.plan = self.context.autoscaler.calls.plan(self.graph, *self.planned)
         self.groups.learner.slots = self._slots(TRAIN_POLICY, self.groups.learner)
-        if self.plan.together and self.groups.critic is not None:
+        if self.groups.critic is not None and self.plan.has_beside(TRAIN_CRITIC, TRAIN_POLICY):
             self.groups.update_slots = self._slots(TRAIN_CRITIC, self.groups.critic)
+
+    def search(self) -> None:
+        """Search the plan of the next phase, while the updates work."""
+        if self.planned is not None:
+            self.context.autoscaler.calls.search(self.graph, *self.planned)
 
     def _planned(self, group: WorkerGroup, samples: Sequence[Sample]) -> CallToPlan:
         return CallToPlan(group.ranks, float(sum(len(one.completion.token_ids) for one in samples)))
@@ -76,8 +81,8 @@ class StepCalls:
 
     def _slots(self, name: str, group: WorkerGroup) -> int:
         """Return the slots that a call gets for all ranks."""
-        planned = self.plan is not None and name in self.plan.slots and self.context.leases.resource == "cpu"
-        return group.ranks * self.plan.slots[name] if planned and self.plan is not None else group.slots
+        layouts = self.plan.layouts if self.plan is not None and self.context.leases.resource == "cpu" else {}
+        return group.ranks * layouts[name].threads if name in layouts else group.slots
 
     # ---- the calls --------------------------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class StepCalls:
     def start(self, starts: Starts) -> None:
         """Start calls, see `CallRunner.start`."""
         calls = {name: GroupCall(group, self._slots(name, group), begin) for name, (group, begin) in starts.items()}
-        self.runner.start(calls, together=self.plan is not None and self.plan.together)
+        self.runner.start(calls, in_turn(self.graph) if self.plan is None else self.plan.graph)
 
     def finish(self) -> dict[str, Any]:
         """Wait for the calls that were started. Returns their results by name."""
@@ -111,7 +116,7 @@ class StepCalls:
 
     def observe(self) -> None:
         """Have the autoscaler record the step's calls, unless ranks were lost in one, or the policy is frozen."""
-        if self.plan is None or any(one.lost for one in self.times.values()) or self.times.keys() != self.plan.slots.keys():
+        if self.plan is None or any(one.lost for one in self.times.values()) or self.times.keys() != self.plan.layouts.keys():
             return
         took = {name: (one.slots, one.seconds) for name, one in self.times.items()}
         self.context.autoscaler.calls.observe(self.plan, self.tokens, took, union_s(list(self.times.values())))
@@ -121,12 +126,27 @@ class StepCalls:
         critic, policy = self.times.get(TRAIN_CRITIC), self.times.get(TRAIN_POLICY)
         return 0.0 if critic is None or policy is None else max(0.0, critic.end_s - policy.end_s)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the seconds of each call, and of calls while others ran. Empty if the learner is the only worker group."""
-        if self.plan is None:
+    def metrics(self) -> JsonObject:
+        """Return seconds of each call, what its prediction missed, seconds of calls beside others, and the plan beside what happened.
+
+        Empty if the learner is the only worker group. `plan/calls`: of each call its name, slots, and start and end in seconds, as planned
+        and as measured.
+        """
+        if self.plan is None or not self.times:
             return {}
         took = {f"learn/call_s/{name.replace(' ', '_')}": one.seconds for name, one in self.times.items()}
-        return took | {"learn/overlap_s": sum(took.values()) - union_s(list(self.times.values()))}
+        overlap_s = sum(took.values()) - union_s(list(self.times.values()))
+        first_s = min(one.start_s for one in self.times.values())
+        known = {one.call: one for one in self.plan.calls if one.call in self.times and one.end_s > one.start_s}
+        missed = {
+            f"learn/call_error/{name.replace(' ', '_')}": self.times[name].seconds / (one.end_s - one.start_s) - 1
+            for name, one in known.items()
+        }
+        calls = [
+            [name, one.layout.slots, one.start_s, one.end_s, self.times[name].start_s - first_s, self.times[name].end_s - first_s]
+            for name, one in known.items()
+        ]
+        return {**took, **missed, "learn/overlap_s": overlap_s, "plan/calls": calls}
 
 
 def union_s(times: Sequence[CallTime]) -> float:

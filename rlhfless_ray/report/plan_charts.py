@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from placement.measurements.registry import WORDS
-from rlhfless_ray.report.charts import Chart, Row, axis_top, hover_text, line, lines, markers, rounded
+from rlhfless_ray.report.charts import Chart, Row, axis_top, bars, hover_text, line, lines, markers, rounded
 from rlhfless_ray.report.formatting import finite, number
 
 
@@ -76,6 +76,36 @@ def _accuracy(row: Row, quantity: str) -> str:
         return ""
     said = f" Plans were {abs(bias):.0%} {'high' if bias > 0 else 'low'} in all, with a median error of {error:.0%}"
     return f"{said}; {wide:.0%} of the steps were inside the 90 % interval."
+
+
+def calls(rows: Sequence[Row]) -> Chart | None:
+    """Draw the learn phase of the last step that has a plan of calls: planned bars above measured ones."""
+    known = [row for row in rows if row.get("plan/calls")]
+    if not known:
+        return None
+    data: list[Row] = []
+    planned = known[-1]["plan/calls"]
+    for what, colour, start, end in (("measured", "@score", 4, 5), ("planned", "@learn", 2, 3)):
+        spans = [one[end] - one[start] for one in planned]
+        text = [f"{one[0]} on {one[1]}, {what}: {number(span)} s" for one, span in zip(planned, spans, strict=True)]
+        bar = bars([rounded(span) for span in spans], [one[0] for one in planned], what, colour, orientation="h")
+        data.append({**bar, "base": [rounded(one[start]) for one in planned], "customdata": text})
+        data[-1]["hovertemplate"] = "%{customdata}<extra></extra>"
+    note = f"When calls of models ran in step {known[-1]['step']}, as planned and as measured. Point at a call for its slots and seconds."
+    axes = {"xaxis": {"title": "seconds", "rangemode": "tozero"}, "yaxis": {"automargin": True, "autorange": "reversed"}}
+    return Chart("plan-calls", "Calls of the learn phase", note, data, {**axes, "barmode": "group", "hovermode": "closest"}, height=300)
+
+
+def calls_table(rows: Sequence[Row]) -> list[Row]:
+    """Return the last plan of calls: name, slots, seconds planned and measured, and the median relative error of all steps."""
+    known = [row["plan/calls"] for row in rows if row.get("plan/calls")]
+    errors: dict[str, list[float]] = {}
+    for name, _, *times in (one for plan in known for one in plan):
+        errors.setdefault(name, []).append(abs((times[3] - times[2]) / (times[1] - times[0]) - 1))
+    return [
+        {"name": name, "slots": count, "planned_s": end - start, "measured_s": until - began, "error": statistics.median(errors[name])}
+        for name, count, start, end, began, until in (known[-1] if known else [])
+    ]
 
 
 def accuracy_table(rows: Sequence[Row]) -> list[Row]:

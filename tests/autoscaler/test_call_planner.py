@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from placement.call_slots import CallPlan
-from placement.calls import REFERENCE, TRAIN_CRITIC, TRAIN_POLICY, VALUES, Features, step_graph
+from placement.call_schedule import Option, Problem
+from placement.calls import REFERENCE, TRAIN_CRITIC, TRAIN_POLICY, VALUES, Features, part, step_graph
+from placement.execution_plan import ExecutionPlan, plan_again
+from placement.layouts import Layout
 from placement.scaling.resize_policy import Hold
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
@@ -15,6 +18,7 @@ from rlhfless_ray.autoscaler.call_planner import CallToPlan
 from rlhfless_ray.recipe import Recipe
 
 GRAPH = step_graph(Features(values=True, reference=True))
+GRAPH_OF_ONE = part(GRAPH, [TRAIN_POLICY])
 TOKENS = 1000.0
 PASSES = {REFERENCE: 0.3, VALUES: 0.3}
 UPDATES = {TRAIN_CRITIC: 0.7, TRAIN_POLICY: 0.7}
@@ -25,20 +29,26 @@ def planner(**changes: Any) -> Autoscaler:
     return Autoscaler(Recipe.parse(tree), Speed(0.01, 1e-4))
 
 
-def plan(autoscaler: Autoscaler, room: int, decision: int = 1) -> CallPlan:
-    stages = [{name: CallToPlan(1, TOKENS) for name in stage} for stage in (PASSES, UPDATES)]
-    return autoscaler.calls.plan(GRAPH, stages, Hold(decision, "as the test says"), room)
+CALLS = {name: CallToPlan(1, TOKENS) for name in PASSES | UPDATES}
 
 
-def took(autoscaler: Autoscaler, made: CallPlan, slowdown: float) -> None:
+def plan(autoscaler: Autoscaler, room: int, decision: int = 1) -> ExecutionPlan:
+    return autoscaler.calls.plan(GRAPH, CALLS, Hold(decision, "as the test says"), room)
+
+
+def is_beside(made: ExecutionPlan) -> bool:
+    return made.has_beside(TRAIN_CRITIC, TRAIN_POLICY)
+
+
+def took(autoscaler: Autoscaler, made: ExecutionPlan, slowdown: float) -> None:
     """Record a step whose calls take `slowdown` times as long while they run side by side."""
-    factor = slowdown if made.together else 1.0
+    factor = slowdown if is_beside(made) else 1.0
     seconds = {name: factor * alone_s for name, alone_s in (PASSES | UPDATES).items()}
     for slots in (1, 2):
         autoscaler.learner.observe(slots, TOKENS, seconds[TRAIN_POLICY])
-    wall_s = seconds[VALUES] + seconds[TRAIN_POLICY] if made.together else sum(seconds.values())
+    wall_s = seconds[VALUES] + seconds[TRAIN_POLICY] if is_beside(made) else sum(seconds.values())
     tokens = dict.fromkeys(seconds, TOKENS)
-    autoscaler.calls.observe(made, tokens, {name: (made.slots[name], value) for name, value in seconds.items()}, wall_s)
+    autoscaler.calls.observe(made, tokens, {name: (made[name].layout.slots, value) for name, value in seconds.items()}, wall_s)
 
 
 @pytest.mark.parametrize(("slowdown", "mostly"), [(1.0, True), (1.1, True), (2.0, False)])
@@ -47,7 +57,7 @@ def test_steps_of_both_kinds_decide_how_most_of_the_others_run(slowdown: float, 
     autoscaler, kinds = planner(), []
     for _ in range(30):
         made = plan(autoscaler, 4)
-        kinds.append(made.together)
+        kinds.append(is_beside(made))
         took(autoscaler, made, slowdown)
     assert kinds[:2] == [True, True], "the first step is not compared: its processes are cold"
     assert {True, False} == set(kinds[:6]), "each kind is tried"
@@ -60,15 +70,61 @@ def test_the_reason_has_both_times() -> None:
         took(autoscaler, plan(autoscaler, 4), 1.0)
     assert plan(autoscaler, 4).reason.startswith("calls run side by side (1 s side by side, 2 s in turn; saved at least ")
     assert plan(autoscaler, 1).reason.startswith("calls take turns on 1 slot (2 s side by side, 2 s in turn)")
-    assert not plan(autoscaler, 1).together
+    assert not is_beside(plan(autoscaler, 1))
+    words = "values on 1, then critic update on 1 beside policy update on 1 (one after the other: 2 s)"
+    assert plan(autoscaler, 4).reason.endswith(words)
+
+
+def test_the_search_beside_the_update_is_what_the_next_phase_takes_unless_it_is_impossible() -> None:
+    autoscaler = planner()
+    for _ in range(8):
+        took(autoscaler, plan(autoscaler, 4, decision=2), 1.0)
+    autoscaler.calls.search(GRAPH, CALLS, Hold(2, ""), 4)
+    slots = plan(autoscaler, 4, decision=2).layouts[TRAIN_POLICY].threads
+    for count in (1, 2):  # two threads are much better from now on
+        autoscaler.learner.terms[count] = type(autoscaler.learner.terms[count])(1.0)
+        for _ in range(8):
+            autoscaler.learner.observe(count, TOKENS, {1: 4.0, 2: 0.4}[count])
+    assert plan(autoscaler, 4, decision=2).layouts[TRAIN_POLICY].threads == slots == 1, "nothing is searched before an update"
+    began_s = time.monotonic()
+    autoscaler.calls.search(GRAPH, CALLS, Hold(2, ""), 4)
+    assert time.monotonic() - began_s < 5.0, "50 ms on an idle core"
+    assert plan(autoscaler, 4, decision=2).layouts[TRAIN_POLICY].threads == 2
+    assert plan(autoscaler, 4, decision=1).layouts[TRAIN_POLICY].threads == 1, "two are not possible: it is searched at once"
+
+
+def test_a_plan_that_saves_next_to_nothing_changes_no_slots() -> None:
+    problem = Problem(GRAPH_OF_ONE, {TRAIN_POLICY: [Option(Layout(threads=1), 1.0), Option(Layout(threads=2), 0.665)]}, 1, 2)
+    for held in (1, 2):
+        assert plan_again(problem, {TRAIN_POLICY: Layout(threads=held)}, 1.0).layouts[TRAIN_POLICY].threads == held
+    assert plan_again(problem, {}, 1.0).layouts[TRAIN_POLICY].threads == 2
+    assert plan_again(problem, {TRAIN_POLICY: Layout(threads=1)}, 2.0).layouts[TRAIN_POLICY].threads == 2
+    assert plan_again(problem, {TRAIN_POLICY: Layout(2)}, 1.0).layouts[TRAIN_POLICY].threads == 2, "a layout that is not possible"
+
+
+def test_updates_that_do_not_fit_the_memory_at_once_take_turns_and_passes_do_not() -> None:
+    autoscaler = planner()
+    autoscaler.calls.obstacle = "both would take about 9.0 GB"
+    made = plan(autoscaler, 4)
+    assert not is_beside(made) and made.has_beside(REFERENCE, VALUES)
+    assert made.reason.endswith("updates take turns: both would take about 9.0 GB")
+
+
+def test_a_planner_that_fails_lets_calls_take_turns() -> None:
+    autoscaler = planner()
+    autoscaler.calls.predictor.learners = None  # type: ignore[assignment]
+    made = plan(autoscaler, 4)
+    assert made.reason == "calls take turns" and made.layouts.keys() == CALLS.keys() and autoscaler.troubles
+    assert made.graph[TRAIN_POLICY].needs[-1] == TRAIN_CRITIC
 
 
 def test_a_number_of_slots_that_is_being_tried_is_kept_and_fewer_may_be_taken_of_a_known_one() -> None:
     autoscaler = planner()
-    assert plan(autoscaler, 4, decision=2).slots[TRAIN_POLICY] == 2, "not measured yet"
+    assert plan(autoscaler, 4, decision=2).layouts[TRAIN_POLICY].threads == 2, "not measured yet"
     for _ in range(8):
         took(autoscaler, plan(autoscaler, 2, decision=2), 1.0)
-    assert plan(autoscaler, 2, decision=2).slots[TRAIN_POLICY] == 1, "so that the critic's update fits beside it"
+    autoscaler.calls.search(GRAPH, CALLS, Hold(2, ""), 2)
+    assert plan(autoscaler, 2, decision=2).layouts[TRAIN_POLICY].threads == 1, "so that the critic's update fits beside it"
 
 
 @pytest.mark.parametrize(
@@ -77,10 +133,10 @@ def test_a_number_of_slots_that_is_being_tried_is_kept_and_fewer_may_be_taken_of
 )
 def test_fixed_plans_take_turns(changes: dict[str, Any], reason: str) -> None:
     made = plan(planner(**changes), 4)
-    assert not made.together and made.reason == reason
+    assert not is_beside(made) and made.reason == reason
 
 
 def test_one_call_after_the_other_needs_no_reason() -> None:
     autoscaler = planner()
-    made = autoscaler.calls.plan(GRAPH, [{REFERENCE: CallToPlan(1, TOKENS)}, {TRAIN_POLICY: CallToPlan(1, TOKENS)}], Hold(1, ""), 4)
-    assert not made.together and made.reason == ""
+    made = autoscaler.calls.plan(GRAPH, {name: CALLS[name] for name in (REFERENCE, TRAIN_POLICY)}, Hold(1, ""), 4)
+    assert not made.has_beside(REFERENCE, TRAIN_POLICY) and made.reason == ""

@@ -10,38 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.calls import Call, Kind, ModelRole, StepGraph
+from placement.calls import Call, Kind, ModelRole, StepGraph, in_turn
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.learn.call_runner import CallRunner, GroupCall
 from rlhfless_ray.learn.colocation import ColocatedGroups
+from tests.learn.fake_slots import FakeSlots
 
 ROLES = [ModelRole.POLICY, ModelRole.CRITIC, ModelRole.REFERENCE]
 
 
-class Machine:
-    """Slots and a clock. A slot is a lease's as long as it is held."""
+class Machine(FakeSlots):
+    """Slots and a clock."""
 
     resource = "cpu"
 
     def __init__(self, slots: int) -> None:
-        self.now, self.free = 0.0, list(range(slots))
-        self.held: dict[str, Lease] = {}
+        super().__init__(slots)
+        self.now = 0.0
         self.pending: dict[str, Any] = {}
-        self.numbers = itertools.count()
-        self.nodes = SimpleNamespace(slots=lambda labels: {"here": slots})
-
-    def grant(self, count: int) -> list[Lease]:
-        new = [Lease(f"run-{next(self.numbers)}", Slot("here", self.free.pop())) for _ in range(min(count, len(self.free)))]
-        self.held |= {lease.id: lease for lease in new}
-        return new
-
-    def release(self, leases: list[Lease]) -> None:
-        for lease in leases:
-            del self.held[lease.id]
-            self.free.append(int(lease.slot.device))
 
 
 class Group:
@@ -175,7 +164,7 @@ def test_calls_run_after_their_needs_and_no_lease_is_lost(seed: int) -> None:
         return GroupCall(group, slots, start)  # type: ignore[arg-type]
 
     calls = {call.name: call_of(call) for call in graph.calls}
-    runner.start(calls, together=together)
+    runner.start(calls, graph if together else in_turn(graph))
     check(machine, groups)
     assert runner.finish() == {call.name: f"result of {call.name}" for call in graph.calls}
     check(machine, groups)
@@ -200,7 +189,7 @@ def both(found: dict[ModelRole, Group], critic_s: float = 2.0) -> dict[str, Grou
 def test_two_updates_run_at_once_if_there_are_slots_for_both(slots: int, starts: dict[str, float]) -> None:
     machine, found, groups = setting(slots, [1, 1, 1])
     runner = runner_of(machine, groups, UPDATES)
-    runner.start(both(found), together=True)
+    runner.start(both(found), UPDATES)
     assert list(runner.running) == [name for name in starts if slots == 2 or name == "policy"], "the last one is not waited for"
     runner.finish()
     log = [row for group in found.values() for row in group.log]
@@ -212,7 +201,7 @@ def test_a_lost_critic_is_replaced_while_the_learner_works_and_takes_its_slot_on
         machine, found, groups = setting(2, [1, 1, 1])
         found[ModelRole.CRITIC].losses = [lost_slot]
         runner = runner_of(machine, groups, UPDATES)
-        runner.start(both(found), together=True)
+        runner.start(both(found), UPDATES)
         runner.end("critic")
         assert machine.now == (3.0 if not lost_slot else 5.0) and found[ModelRole.CRITIC].recovery.restarts == 1
         assert ("policy" in runner.running) != lost_slot
@@ -225,6 +214,6 @@ def test_a_call_that_hangs_is_named_after_its_deadline() -> None:
     machine, found, groups = setting(2, [1, 1, 1])
     runner = runner_of(machine, groups, UPDATES)
     found[ModelRole.CRITIC].deadline_s = found[ModelRole.POLICY].deadline_s = 1.0
-    runner.start(both(found), together=True)
+    runner.start(both(found), UPDATES)
     with pytest.raises(RunError, match="timed out after 1 s waiting for the critic and the policy"):
         runner.finish()

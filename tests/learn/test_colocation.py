@@ -8,34 +8,22 @@ from typing import Any
 import pytest
 
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.learn.colocation import ColocatedGroups
+from tests.learn.fake_slots import FakeSlots
 
 
-class Devices:
+class Devices(FakeSlots):
     """A node of GPUs that grants at once what is free."""
 
     resource = "gpu"
-
-    def __init__(self, count: int) -> None:
-        self.free = list(range(count))
-        self.held: dict[str, Lease] = {}
-        self.nodes = SimpleNamespace(slots=lambda labels: {"here": count})
 
     def ask(self, count: int) -> int:
         assert count <= len(self.free), "it would wait for devices that are not there"
         return count
 
     def collect(self, count: int, kind: str, wait_s: float) -> list[Lease]:
-        new = [Lease(f"run-{device}", Slot("here", device)) for device in self.free[:count]]
-        del self.free[:count]
-        self.held |= {lease.id: lease for lease in new}
-        return new
-
-    def release(self, leases: list[Lease]) -> None:
-        for lease in leases:
-            del self.held[lease.id]
-            self.free.append(int(lease.slot.device))
+        return self.grant(count)
 
 
 class Group:

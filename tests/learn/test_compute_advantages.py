@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from placement.call_slots import CallPlan
+from placement.call_schedule import Option, Problem
+from placement.calls import StepGraph, in_turn, part, with_passes_first
+from placement.execution_plan import ExecutionPlan, plan_at
+from placement.layouts import Layout
 from placement.scaling.phase_delay import Delay
+from rlhfless_ray.autoscaler.call_planner import CallToPlan
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
@@ -222,9 +228,11 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases_or_work_at_onc
     broker = SlotBroker(leases)
     rooms: list[int] = []
 
-    def plan(graph: Any, stages: list[Any], decision: Any, room: int) -> CallPlan:
+    def plan(graph: StepGraph, calls: Mapping[str, CallToPlan], decision: Any, room: int) -> ExecutionPlan:
         rooms.append(room)
-        return CallPlan({name: 1 for stage in stages for name in stage}, together, reason="as told")
+        order = with_passes_first(part(graph, calls))
+        options = {name: [Option(Layout(call.ranks), 1.0)] for name, call in calls.items()}
+        return replace(plan_at(Problem(order if together else in_turn(order), options, 1, room), 1.0), reason="as told")
 
     broker.put(["a", "b", "c"])  # type: ignore[list-item]
     context: Any = SimpleNamespace(
@@ -239,7 +247,9 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases_or_work_at_onc
             predictor=SimpleNamespace(
                 observe_update=lambda *a: log.append("measured"), observe_passes=lambda samples, seconds: log.append("all before it too")
             ),
-            calls=SimpleNamespace(plan=plan, observe=lambda plan, tokens, took, wall_s: log.append("each call too")),
+            calls=SimpleNamespace(
+                plan=plan, search=lambda *of: None, observe=lambda plan, tokens, took, wall_s: log.append("each call too")
+            ),
             criteria=SimpleNamespace(bids=None),
         ),
     )

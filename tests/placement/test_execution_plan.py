@@ -14,6 +14,7 @@ from placement.call_schedule import Option, Problem
 from placement.calls import (
     GENERATE,
     OLD,
+    REFERENCE,
     TRAIN_CRITIC,
     TRAIN_POLICY,
     VALUES,
@@ -22,12 +23,16 @@ from placement.calls import (
     Kind,
     ModelRole,
     StepGraph,
+    in_turn,
     lagged,
     part,
     step_graph,
+    with_passes_first,
 )
-from placement.execution_plan import ExecutionPlan, execution_plan, plan_step
+from placement.execution_plan import ExecutionPlan, execution_plan, plan_at, plan_step
 from placement.layouts import Layout
+from placement.measurements.call_times import CallTimes
+from placement.measurements.registry import Measurements
 from placement.planning.objective import Objective
 from placement.schedule_search import Goal, ScheduleSearch
 
@@ -210,3 +215,39 @@ def test_an_option_that_fits_no_node_is_refused() -> None:
     with pytest.raises(ValueError, match="call values: it needs options that fit 1 nodes of 2 slots"):
         Problem(part(PPO, (VALUES,)), {VALUES: [Option(Layout(3), 1.0)]}, 1, 2)
     assert np.isinf(Problem(part(PPO, (VALUES,)), {VALUES: [Option(Layout(2), 1.0)]}, 1, 2).node_bytes)
+
+
+def test_two_updates_on_a_slot_each_are_weighed_against_two_in_turn() -> None:
+    graph = part(PPO, [TRAIN_CRITIC, TRAIN_POLICY])
+    turns, options = in_turn(graph), {name: [Option(Layout(), 1.0), Option(Layout(threads=2), 0.6)] for name in graph_names(graph)}
+    for slots, ordered, threads, seconds in ((2, graph, 1, 1.0), (2, turns, 1, 2.0), (4, graph, 2, 0.6), (4, turns, 2, 1.2)):
+        plan = plan_at(Problem(ordered, options, 1, slots), 1.0 if threads == 1 else 10.0)
+        assert plan.layouts == dict.fromkeys(graph_names(graph), Layout(threads=threads)) and plan.seconds == pytest.approx(seconds)
+        assert plan.has_beside(TRAIN_CRITIC, TRAIN_POLICY) == (ordered is graph) and plan.graph is ordered
+
+
+def test_a_runs_updates_wait_for_all_passes() -> None:
+    graph = with_passes_first(part(step_graph(Features(values=True, reference=True, pass_before=True)), [OLD, REFERENCE, TRAIN_CRITIC]))
+    assert set(graph[TRAIN_CRITIC].needs) == {OLD, REFERENCE} and graph[OLD].needs == ()
+    assert in_turn(graph)[TRAIN_CRITIC].needs == graph[TRAIN_CRITIC].needs and in_turn(graph)[OLD].needs == (REFERENCE,)
+
+
+def graph_names(graph: StepGraph) -> list[str]:
+    return [call.name for call in graph.calls]
+
+
+def test_times_of_calls_scale_like_an_update_where_they_were_not_measured_and_survive_a_resume() -> None:
+    times = CallTimes()
+    update_s = {1: 4.0, 2: 3.0}.__getitem__
+    assert times.predict(VALUES, 2, 10.0, update_s) == 3.0 and not times.knows(VALUES)
+    for seconds in (9.0, 2.0, 2.0):  # the first one has the warm-up of a process
+        times.observe(VALUES, 1, 10.0, seconds)
+    assert times.predict(VALUES, 1, 10.0, update_s) == pytest.approx(2.0, rel=0.05)
+    assert times.predict(VALUES, 2, 10.0, update_s) == pytest.approx(1.5, rel=0.05)
+    measured, again = Measurements(), Measurements()
+    measured.calls = times
+    measured.settle()
+    again.restore(measured.state())
+    assert again.calls.predict(VALUES, 2, 10.0, update_s) == times.predict(VALUES, 2, 10.0, update_s)
+    old = {name: state for name, state in measured.state().items() if name not in ("calls", "side_by_side")}
+    Measurements().restore(old)  # of a checkpoint from before there were such times

@@ -134,6 +134,24 @@ def test_an_evaluation_is_no_part_of_the_planned_rollout() -> None:
     assert only is not None and only.title == "The frontier of step 3"
 
 
+def test_the_calls_of_the_newest_plan_are_shown_beside_what_they_took(finished_run: Path, tmp_path: Path) -> None:
+    plans = [[["values", 1, 0.0, 1.0, 0.0, 1.5], ["critic update", 2, 1.0, 3.0, 1.6, 3.6]], [["values", 1, 0.0, 1.0, 0.0, 1.1]]]
+    rows = [{"step": n, **({"plan/calls": plans[n]} if n < 2 else {})} for n in range(3)]
+    chart = plan_charts.calls(rows)
+    assert chart is not None and "in step 1" in chart.note
+    measured, planned = chart.data
+    assert (measured["x"], measured["y"], measured["base"]) == ([1.1], ["values"], [0.0])
+    assert (planned["x"], planned["customdata"]) == ([1.0], ["values on 1, planned: 1 s"])
+    (row,) = plan_charts.calls_table(rows)
+    assert row == {"name": "values", "slots": 1, "planned_s": 1.0, "measured_s": 1.1, "error": pytest.approx(0.3)}
+    assert plan_charts.calls(rows[2:]) is None and plan_charts.calls_table(rows[2:]) == []
+    folder = shutil.copytree(finished_run, tmp_path / "run")
+    assert "The plan of the learn phase" not in page_of(folder).text
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"plan/calls": plans[0]})]) + "\n")
+    assert "The plan of the learn phase" in page_of(folder).text
+
+
 def test_the_page_says_how_good_forecasts_were(finished_run: Path, tmp_path: Path) -> None:
     """A table of each quantity, a sentence below each chart, and the calibration curve. Runs of earlier versions have none of it."""
     folder = shutil.copytree(finished_run, tmp_path / "run")
