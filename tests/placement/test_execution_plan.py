@@ -220,8 +220,11 @@ def test_an_option_that_fits_no_node_is_refused() -> None:
 def test_two_updates_on_a_slot_each_are_weighed_against_two_in_turn() -> None:
     graph = part(PPO, [TRAIN_CRITIC, TRAIN_POLICY])
     turns, options = in_turn(graph), {name: [Option(Layout(), 1.0), Option(Layout(threads=2), 0.6)] for name in graph_names(graph)}
-    for slots, ordered, threads, seconds in ((2, graph, 1, 1.0), (2, turns, 1, 2.0), (4, graph, 2, 0.6), (4, turns, 2, 1.2)):
-        plan = plan_at(Problem(ordered, options, 1, slots), 1.0 if threads == 1 else 10.0)
+    for slots, ordered, worth, threads, seconds in (
+        *((2, graph, 1.0, 1, 1.0), (2, turns, 1.0, 2, 1.2), (2, turns, 0.1, 1, 2.0)),
+        *((4, graph, 10.0, 2, 0.6), (4, turns, 10.0, 2, 1.2)),
+    ):
+        plan = plan_at(Problem(ordered, options, 1, slots), worth)
         assert plan.layouts == dict.fromkeys(graph_names(graph), Layout(threads=threads)) and plan.seconds == pytest.approx(seconds)
         assert plan.has_beside(TRAIN_CRITIC, TRAIN_POLICY) == (ordered is graph) and plan.graph is ordered
 
