@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.fault_injection import pid_of
-from placement.calls import TRAIN_CRITIC
+from placement.calls import TRAIN_CRITIC, StepGraph
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import Row, read_ledger
 from rlhfless_ray.learn.call_runner import CallRunner
@@ -67,8 +67,8 @@ def test_critic_and_policy_learn_at_once_and_nothing_else_changes_also_if_one_is
     killed: list[int] = []
     start, begun = CallRunner.start, list[int]()
 
-    def start_and_kill(self: CallRunner, calls: Any, *, together: bool) -> None:
-        start(self, calls, together=together)
+    def start_and_kill(self: CallRunner, calls: Any, planned: StepGraph) -> None:
+        start(self, calls, planned)
         begun.append(TRAIN_CRITIC in calls)
         if sum(begun) == 2 and not killed:
             assert self.groups.critic is not None and len(self.running) == 2
