@@ -167,6 +167,38 @@ def test_where_nothing_fits_the_run_is_refused_with_what_would(tmp_path):
     assert "\n" not in said
 
 
+def test_the_zero_stage_is_the_lowest_that_fits_and_keeps_the_other_settings(tmp_path):
+    policy = folder(tmp_path / "7b", QWEN_7B)
+    large = Room("gpu", 8, 180_000_000_000)
+    for room, ranks in ((large, 1), (large, 2), (H100, 2), (H100, 4), (H100, 8)):
+        auto = fitted_or_none(room, recipe(policy, learner={"zero_stage": "auto", "ranks": ranks}))
+        given = [fitted_or_none(room, recipe(policy, learner={"zero_stage": stage, "ranks": ranks})) for stage in (1, 2, 3)]
+        whole = [one for one in given if one is not None and not one.reason]
+        if auto is not None and whole:
+            assert auto.job == whole[0].job, "no setting has another value than its default"
+        assert (auto is None) == all(one is None for one in given)
+        if auto is not None and auto.job.recipe.learner.zero_stage > 1:
+            assert auto.reason.startswith(f"learner.zero_stage={auto.job.recipe.learner.zero_stage} (auto: with 1 an update needs more")
+    least = fitted(H100, recipe(policy, learner={"zero_stage": "auto", "ranks": 2}))
+    assert least.job.recipe.learner.zero_stage > 1, "stage 1 would need recomputing and micro-batches of 512 tokens"
+
+
+def fitted_or_none(room: Room, wanted: Recipe) -> Fit[RunMemory] | None:
+    try:
+        return fitted(room, wanted)
+    except DoesNotFit:
+        return None
+
+
+def test_an_automatic_zero_stage_is_0_or_with_bfloat16_1_where_all_fits():
+    policy = config("qwen2", 128, 384, 3, 4, 4, 100), 700_000
+    for dtype, stage in (("float32", 0), ("bfloat16", 1)):
+        wanted = Recipe.parse({**TREE, "policy": {"dtype": dtype}, "learner": {"zero_stage": "auto", "ranks": 2}})
+        assert "zero_stage: auto" in wanted.to_yaml()
+        found = fit(RunMemory.of(wanted, LENGTHS, policy=policy), lambda: node(64))
+        assert found.job.recipe.learner.zero_stage == stage and not found.reason
+
+
 def test_a_gpu_gets_offload_where_it_is_auto(tmp_path):
     wanted = recipe(folder(tmp_path / "7b", QWEN_7B), learner={"optimizer_offload": "auto", "ranks": 2})
     assert chosen(fitted(Room("gpu", 8, 180_000_000_000), wanted)) == (8192, False, False)

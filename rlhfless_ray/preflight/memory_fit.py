@@ -10,7 +10,7 @@ import bisect
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
@@ -20,7 +20,10 @@ from placement.speed.roofline import FEW_SEQUENCES
 from rlhfless_ray.preflight.memory_check import SMALL_BYTES, DoesNotFit, advise
 from rlhfless_ray.preflight.memory_needs import CPU, JobMemory, Need, Room, Settings, gb, megabytes, statement
 from rlhfless_ray.preflight.run_memory import SURE_SEQUENCES, RunMemory
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.rollout_sections import DEFAULT_KV_MB
+from rlhfless_ray.recipe.section import AutoStage
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 GROWN_KV_SHARE = 0.1  # largest share of the memory that settings may take for all KV caches beyond 256 MB each
 J = TypeVar("J", bound=JobMemory)
@@ -66,8 +69,53 @@ class Fit(Generic[J]):
 
 
 def fit(job: J, find_room: Callable[[], Room]) -> Fit[J]:
-    """Choose the settings that are `auto`, see `fit_update`."""
+    """Choose the settings that are `auto`, see `fit_update`.
+
+    The ZeRO stage is the lowest with which the other settings keep their defaults. If they cannot, it is the one with the fastest settings.
+    """
     find_room = functools.cache(find_room)
+    if not isinstance(job.recipe.learner.zero_stage, AutoStage):
+        return _fit_stage(job, find_room)
+    found: list[Fit[J]] = []
+    problem: DoesNotFit | None = None
+    first, *higher = _stages(job.recipe)
+    for stage in (first, *higher):
+        try:
+            found.append(_fit_stage(job.with_settings({"learner.zero_stage": stage}), find_room))
+        except DoesNotFit as error:
+            problem = problem or error
+        else:
+            if not found[-1].reason and not found[-1].note:
+                break
+    if not found:
+        assert problem is not None
+        raise problem
+    best = min(found, key=_slowness)
+    if (stage := best.job.recipe.learner.zero_stage) == first:
+        return best
+    why = f"learner.zero_stage={stage} (auto: with {first} an update needs more memory, or slower settings)"
+    return replace(best, reason="; ".join(filter(None, (why, best.reason))))
+
+
+def _slowness(found: Fit[J]) -> tuple[float, ...]:
+    """Return what orders fits by the time that their settings cost, as `peak_memory.choices` does."""
+    learner = found.job.recipe.learner
+    slower = bool(found.note), learner.offloads_optimizer, learner.overlap == "off", learner.recomputes_activations
+    return *map(float, slower), -learner.max_micro_batch_tokens, learner.zero_stage
+
+
+def _stages(recipe: Recipe | SupervisedRecipe) -> Sequence[int]:
+    """Return the ZeRO stages among which `auto` chooses. Those above the first one divide state among ranks, so a single copy has none."""
+    learner = recipe.learner
+    least = 1 if recipe.policy.dtype == "bfloat16" or learner.optimizer_offload is True else 0
+    copies = learner.ranks // learner.tensor_parallel // learner.sequence_parallel
+    most = least if copies < 2 else 2 if learner.tensor_parallel > 1 else 3
+    if isinstance(recipe, Recipe) and recipe.critic.tensor_parallel > 1:
+        most = min(most, 2)
+    return range(least, max(least, most) + 1)
+
+
+def _fit_stage(job: J, find_room: Callable[[], Room]) -> Fit[J]:
     if not isinstance(job, RunMemory):
         return fit_update(job, find_room)
     found = (_fit_with_kv if job.recipe.rollout.kv_cache_mb == "auto" else fit_update)(job, find_room)

@@ -9,7 +9,19 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.local_path import LocalPath
-from rlhfless_ray.recipe.section import AutoCount, CountOrAuto, Decay, OffIsAWord, RankCount, ScheduleName, Section, Share, SwitchOrAuto
+from rlhfless_ray.recipe.section import (
+    AutoCount,
+    AutoStage,
+    CountOrAuto,
+    Decay,
+    OffIsAWord,
+    RankCount,
+    ScheduleName,
+    Section,
+    Share,
+    SwitchOrAuto,
+    ZeroStage,
+)
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first value that placement.peak_memory tries; processes without a planner do not import that
 
@@ -39,8 +51,9 @@ class LearnerConfig(Section):
     pool of `rollout.pools` has."""
     max_slots_per_rank: int = Field(1, ge=1)
     """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO stage."""
+    zero_stage: ZeroStage = 0
+    """DeepSpeed ZeRO stage. `auto`: chosen at the start, the lowest with which an update fits the memory. A higher one is never faster: its
+    ranks exchange more."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     schedule: ScheduleName = "constant"
@@ -101,7 +114,7 @@ class LearnerConfig(Section):
                 f"learner.min_rate_share: applies to the schedule `cosine_with_min_lr`, and learner.schedule is {self.schedule}; set it, "
                 "or leave this out"
             )
-        if self.optimizer_offload is True and self.zero_stage == 0:
+        if self.optimizer_offload is True and self.zero_stage == 0 and not isinstance(self.zero_stage, AutoStage):
             raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
         if self.tensor_parallel > 1 and self.zero_stage == 3:
             raise ValueError("learner.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2")
@@ -152,7 +165,7 @@ def mistakes_in_slices(section: str, size: int, lora: LoraConfig) -> Iterator[st
 
 
 def mistakes_in_precision(dtype: str, learner: LearnerConfig) -> Iterator[str]:
-    if dtype == "bfloat16" and learner.zero_stage == 0:
+    if dtype == "bfloat16" and learner.zero_stage == 0 and not isinstance(learner.zero_stage, AutoStage):
         yield (
             "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that small updates need"
         )

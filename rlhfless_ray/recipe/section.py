@@ -133,6 +133,16 @@ class AutoCount(int):
     __str__ = __repr__
 
 
+class AutoStage(AutoCount):
+    """A ZeRO stage that is `auto` in the recipe. As a number it is 0 until `preflight.memory_fit` has decided."""
+
+
+def _zero_stage(value: object, check: Callable[[object], int]) -> int:
+    if isinstance(value, AutoStage):
+        return value
+    return AutoStage(0) if value == "auto" else check(value)
+
+
 def _rank_count(value: object, check: Callable[[object], int]) -> int:
     """Read `auto` as one rank. Sections whose ranks share a model or sequences begin with more."""
     if isinstance(value, AutoCount):
@@ -173,6 +183,9 @@ CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 KvSizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(partial(_count_or_auto, least=LEAST_KV_MB))]
 RankCount = Annotated[
     int, Field(ge=1), WrapValidator(_rank_count), PlainSerializer(lambda count: "auto" if isinstance(count, AutoCount) else count)
+]
+ZeroStage = Annotated[
+    Literal[0, 1, 2, 3], WrapValidator(_zero_stage), PlainSerializer(lambda stage: "auto" if isinstance(stage, AutoStage) else stage)
 ]
 NumberOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
 SwitchOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)]
