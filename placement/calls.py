@@ -79,16 +79,6 @@ class StepGraph:
                 busy.add(call.model)
         return found
 
-    def longest_s(self, seconds: Mapping[str, float]) -> float:
-        """Return the time of a step in which nothing but `needs` and models make a call wait: a lower bound for every plan."""
-        end: dict[str, float] = {}
-        for call in self.calls:
-            end[call.name] = max((end[name] for name in call.needs), default=0.0) + seconds[call.name]
-        by_model: dict[ModelRole, float] = {}
-        for call in self.calls:
-            by_model[call.model] = by_model.get(call.model, 0.0) + seconds[call.name]
-        return max([*end.values(), *by_model.values()], default=0.0)
-
 
 GENERATE, REWARD, REFERENCE, OLD, VALUES = "generate", "reward", "reference log-probabilities", "old log-probabilities", "values"
 TRAIN_CRITIC, TRAIN_POLICY = "critic update", "policy update"

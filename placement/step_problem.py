@@ -16,8 +16,6 @@ BYTES = 2  # bfloat16
 KEPT = 2  # layouts of a call for each number of slots: the fastest, and one that may save a change of layout
 TRAINED_BYTES = 16  # of a parameter: weights, gradients, float32 weights and moments (ZeRO, arXiv 1910.02054)
 
-"""Correct the seconds of a call in a layout by what was measured."""
-
 
 @dataclass(frozen=True)
 class CallModel:
