@@ -103,16 +103,18 @@ class CallPlanner:
         return Problem(turns, fitting, 1, most), Problem(beside, fitting, 1, most)
 
     def _options(self, name: str, call: CallToPlan, decision: Decision) -> list[Option]:
-        learner, times, tokens = self.predictor.learner, self.predictor.terms.calls, call.tokens
+        learner, times = self.predictor.learner, self.predictor.terms.calls
+
+        def update_s(count: int) -> float:
+            return learner.predict(count, call.tokens)
+
         if name != TRAIN_POLICY:
-            predicted = {
-                count: times.predict(name, count, tokens, lambda count: learner.predict(count, tokens)) for count in learner.counts
-            }
+            predicted = {count: times.predict(name, call.ranks, count, call.tokens, update_s) for count in learner.counts}
         else:
             most = decision.actors
             is_trial = learner.tried.get(most, 0) < MIN_TRIALS
             counts = [count for count in learner.counts if count <= most and not is_trial and learner.tried[count] >= MIN_TRIALS] or [most]
-            predicted = {count: learner.predict(count, tokens) for count in counts}
+            predicted = {count: update_s(count) for count in counts}
         return [Option(Layout(call.ranks, threads=count), seconds) for count, seconds in predicted.items()]
 
     def observe(self, plan: ExecutionPlan, tokens: Mapping[str, float], took: Mapping[str, tuple[int, float]], wall_s: float) -> None:
@@ -120,7 +122,8 @@ class CallPlanner:
         predictor, planned, value_per_s = self.predictor, self.planned, self.criteria.value_per_s
         for name, (_, seconds) in took.items():
             if name != TRAIN_POLICY:
-                predictor.terms.calls.observe(name, plan[name].layout.threads, tokens[name], seconds)
+                layout = plan[name].layout
+                predictor.terms.calls.observe(name, layout.ranks, layout.threads, tokens[name], seconds)
         if planned is not None:
             worth = sum(slots * seconds for slots, seconds in took.values()) + value_per_s * wall_s
             predictor.terms.side_by_side.observe(plan.graph != planned.graph, worth / planned.value(value_per_s))

@@ -241,15 +241,17 @@ def graph_names(graph: StepGraph) -> list[str]:
 def test_times_of_calls_scale_like_an_update_where_they_were_not_measured_and_survive_a_resume() -> None:
     times = CallTimes()
     update_s = {1: 4.0, 2: 3.0}.__getitem__
-    assert times.predict(VALUES, 2, 10.0, update_s) == 3.0 and not times.knows(VALUES)
+    assert times.predict(VALUES, 1, 2, 10.0, update_s) == 3.0 and not times.knows(VALUES)
     for seconds in (9.0, 2.0, 2.0):  # the first one has the warm-up of a process
-        times.observe(VALUES, 1, 10.0, seconds)
-    assert times.predict(VALUES, 1, 10.0, update_s) == pytest.approx(2.0, rel=0.05)
-    assert times.predict(VALUES, 2, 10.0, update_s) == pytest.approx(1.5, rel=0.05)
+        times.observe(VALUES, 1, 1, 10.0, seconds)
+    assert times.predict(VALUES, 1, 1, 10.0, update_s) == pytest.approx(2.0, rel=0.05)
+    assert times.predict(VALUES, 1, 2, 10.0, update_s) == pytest.approx(1.5, rel=0.05)
+    assert times.predict(VALUES, 2, 1, 10.0, update_s) == pytest.approx(1.0, rel=0.05), "two ranks, at best"
     measured, again = Measurements(), Measurements()
     measured.calls = times
     measured.settle()
     again.restore(measured.state())
-    assert again.calls.predict(VALUES, 2, 10.0, update_s) == times.predict(VALUES, 2, 10.0, update_s)
+    assert again.calls.predict(VALUES, 1, 2, 10.0, update_s) == times.predict(VALUES, 1, 2, 10.0, update_s)
+    again.calls.restore({VALUES: {"1": times.terms[VALUES][1, 1].state()}})  # of a checkpoint that names no ranks
     old = {name: state for name, state in measured.state().items() if name not in ("calls", "side_by_side")}
     Measurements().restore(old)  # of a checkpoint from before there were such times
