@@ -13,7 +13,7 @@ import ray
 from benchmarks.common.replay_setup import ReplaySetup
 from rlhfless_ray.functions.cluster_nodes import node_slots
 from tests.conftest import samples, two_nodes
-from tests.test_faults import PROMPTS, SAMPLES, Hit, Script, built, engine_on, recipe_of, when
+from tests.test_faults import PROMPTS, SAMPLES, Hit, Script, built, engine_on, go, recipe_of, when
 
 pytestmark = pytest.mark.ray
 
@@ -74,16 +74,26 @@ def go_from_home(run: Hit) -> Hit:
     return run
 
 
-def complete(run: Hit) -> None:
-    """Each step has each sample once, and nothing is held."""
+@pytest.fixture(scope="module")
+def undisturbed(nodes: Any, tmp_path_factory: pytest.TempPathFactory) -> Hit:
+    """A run on the head alone, which nothing befalls, on much faster engines: tokens do not depend on speed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return go(Hit(recipe_of(built(folder, base_s=1e-4), folder, actors=2, steps=9)))
+
+
+def complete(run: Hit, undisturbed: Hit) -> None:
+    """Each step has each sample once, with the tokens of the undisturbed run, and nothing is held."""
     for step in range(1, run.recipe.run.steps + 1):
-        assert len({(s["prompt_index"], s["sample"]) for s in samples(run.folder.path, step)}) == PROMPTS * SAMPLES
+        mine, theirs = samples(run.folder.path, step), samples(undisturbed.folder.path, step)
+        assert len({(s["prompt_index"], s["sample"]) for s in mine}) == PROMPTS * SAMPLES
+        same = ("prompt_index", "sample", "response", "tokens", "reward")
+        assert [[s[key] for key in same] for s in mine] == [[s[key] for key in same] for s in theirs]
     assert [row["step"] for row in run.rows()] == list(range(1, run.recipe.run.steps + 1))
     assert not run.leases.held and not run.leases.pending and run.total("faults/bugs") == 0
 
 
 def test_a_run_grows_and_shrinks_with_its_cluster_and_goes_on_without_a_node_of_its_label(
-    nodes: Any, world: ReplaySetup, tmp_path: Path, spot: Spot, capsys: pytest.CaptureFixture[str]
+    nodes: Any, world: ReplaySetup, tmp_path: Path, spot: Spot, undisturbed: Hit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipe_of(
         world, tmp_path, actors=8, steps=9, objective={"prefer": 1.0}, functions={"max_replacements": 0}, rollout={"nodes": SPOT}
@@ -107,7 +117,7 @@ def test_a_run_grows_and_shrinks_with_its_cluster_and_goes_on_without_a_node_of_
     }
     run = go_from_home(Hit(recipe, script))
     said = capsys.readouterr().out
-    complete(run)
+    complete(run, undisturbed)
     plans = {row["step"]: row["plan/actors"] for row in run.rows()}
     assert max(plans[1], plans[2]) <= 2 and max(plans[3], plans[4]) > 2 and max(plans[5], plans[6]) <= 2, plans
     reasons = {row["step"]: row["pool/reason"] for row in run.rows()}
@@ -121,7 +131,7 @@ def test_a_run_grows_and_shrinks_with_its_cluster_and_goes_on_without_a_node_of_
 
 
 def test_a_rollout_beside_the_update_that_loses_all_nodes_of_its_label_begins_after_the_update(
-    nodes: Any, world: ReplaySetup, tmp_path: Path, spot: Spot, capsys: pytest.CaptureFixture[str]
+    nodes: Any, world: ReplaySetup, tmp_path: Path, spot: Spot, undisturbed: Hit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The learner holds every slot of its node then, which nothing would give back while the rollout waits."""
     recipe = recipe_of(
@@ -141,7 +151,7 @@ def test_a_rollout_beside_the_update_that_loses_all_nodes_of_its_label_begins_af
     began_s = time.monotonic()
     run = go_from_home(Hit(recipe, {(2, "parked"): lose}))
     said = capsys.readouterr().out
-    complete(run)
+    complete(run, undisturbed)
     assert time.monotonic() - began_s < recipe.functions.lease_deadline_s
     assert "no slot is free beside the update, so its rollout begins after it" in said
     assert [row["lag/max"] for row in run.rows()][2:] == [0, 0, 0], "under the newest weights"

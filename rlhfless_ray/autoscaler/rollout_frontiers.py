@@ -59,6 +59,12 @@ class RolloutFrontiers:
             plans += frontier(lengths, pools=[replace(pool, max_actors=fewest)], prompts=tokens, thin=MIN_FRONTIER_GAP)
         return plans
 
+    def best_engines(self, lengths: np.ndarray, tokens: np.ndarray, max_actors: int) -> int:
+        """Return how many engines the objective chooses for `lengths` (n,) or (n, S). `tokens`: (n,) that each sequence has before."""
+        width = self.predictor.engines.width
+        plans = self.plans(np.maximum(lengths, 1.0), tokens.astype(float), max_actors, width, self.predictor.engines.fit.speed)
+        return choose_nearest(plans, self.criteria.objective).plan.actors
+
     def judge(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """Return metrics of the forecast, of the best plan for the true lengths, and of the lower bounds. Calibrates the forecaster."""
         lengths = response_tokens(samples)

@@ -11,7 +11,16 @@ from functools import cache
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.common.deadlines import get
@@ -128,7 +137,7 @@ def lost_on_the_way(ref: Any) -> bool:
     try:
         ray.get(ref)
     except (RayTaskError, *GONE) as error:
-        return isinstance(_origin(error), ObjectLostError)
+        return isinstance(_origin(error), (ObjectLostError, WorkerCrashedError, TaskUnschedulableError))  # the last two: of a copy
     return False
 
 

@@ -19,6 +19,7 @@ class PrivateSlots(SlotSource):
     def __init__(self, resource: str, run: str, *, is_alone: bool = False) -> None:
         """`is_alone`: the cluster serves this run alone, so that devices of a node may go back to Ray together."""
         super().__init__(resource, RunInfo(run))
+        self.is_alone = is_alone
         self.pool = PoolCore(resource, f"rlhfless-{run}-", is_shared=False, is_bundled=is_alone and resource == "gpu")
         self.pool.state.join(self.info, time.monotonic(), session=self.slots.session)
 

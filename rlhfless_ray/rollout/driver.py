@@ -78,6 +78,7 @@ class RolloutDriver:
                 plugin.close()
             # plugins of a run keep their last rollout, and a node that holds weights for it is not idle
             rollout.weights = WeightVersion(rollout.weights.version, ())
+            rollout.held_at.clear()
         rollout.emit(RolloutEnded())
         if rollout.stopping:
             result.unfinished = source.unfinished()
@@ -182,12 +183,13 @@ class RolloutDriver:
         Returns False if its call failed for another reason. Requests that it may have begun with older weights are cut and ignored.
         """
         instance, weights = call.instance, self.rollout.weights
-        if not weights.copies or call.number in self.reloaded or not lost_on_the_way(instance.loading):
+        copies = weights.copies or (weights.shards if call.number in self.rollout.late else ())
+        if not copies or call.number in self.reloaded or not lost_on_the_way(instance.loading):
             return False
         self.reloaded.add(call.number)
         self.calls.send_command(call, EngineCommand(cut=tuple(call.assigned), what="start over with the step's weights"))
         instance.version = None
-        fetch_into(instance, replace(weights, shards=weights.copies, others={}))
+        fetch_into(instance, replace(weights, shards=copies, others={}))
         self._resend(call.number)
         return True
 

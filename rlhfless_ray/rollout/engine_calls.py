@@ -131,6 +131,11 @@ def _is_ready(instance: Instance, call: EngineCall | None) -> bool:
     """Return whether an instance with this call has started, or an idle one has loaded its weights."""
     if call is not None:
         return call.started or instance.started
+    return has_loaded(instance)
+
+
+def has_loaded(instance: Instance) -> bool:
+    """Return whether the instance's last load of weights has ended."""
     return instance.loading is None or bool(ray.wait([instance.loading], timeout=0)[0])
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import ray
 
 from placement.migration.evacuation import MoveTimes
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.functions.fetch_weights import fetch_weights
+from rlhfless_ray.functions.fetch_weights import fetch_into
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.functions.replicate import copy_to
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.engine_calls import Attached, EngineCalls, Ref
+from rlhfless_ray.rollout.engine_calls import Attached, EngineCalls, Ref, has_loaded
 from rlhfless_ray.rollout.events import Event
 from rlhfless_ray.rollout.inflight_migrations import ChooseMethods, InflightMigrations
 from rlhfless_ray.rollout.rollout_result import RolloutResult
@@ -169,6 +171,8 @@ class LiveRollout:
         self.calls = EngineCalls(pool, self.token_log, settings.interval_s, self._attach)
         self.migrations = InflightMigrations(self.calls, self.token_log)
         self.result = RolloutResult(self.token_log.completions, moved=self.migrations.moved)
+        self.held_at: dict[str, tuple[Ref, ...]] = {}  # by node: copies of the weights for late engines
+        self.late: set[int] = set()  # engines that load such copies
         self.stopping = False
         self.start_s = math.inf  # start time of a new engine; infinite without moves, because it would get no request
         self.move_times = lambda: MoveTimes(PREFILL_TIMES)  # seconds of a move; the migration policy measures them
@@ -214,9 +218,26 @@ class LiveRollout:
     # ---- engines --------------------------------------------------------------------------------------------------
 
     def join(self, leases: list[Lease]) -> None:
-        """Start an engine under each of these leases. Moves send requests to it."""
-        self.pool.assign_leases(leases)
-        fetch_weights(self.pool, self.weights)
+        """Start an engine under these leases. Moves send requests to it. It pulls the weights from another engine's node if it can."""
+        instance = self.pool.assign_leases(leases)
+        fetch_into(instance, self._weights_for(instance))
+
+    def _weights_for(self, late: Instance) -> WeightVersion:
+        """Return the version for a late engine: copies on a node that has loaded it, so that the learner's node sends nothing."""
+        weights = self.weights
+        others = [one for one in self.pool.working if one is not late and one.slot.node not in self.calls.draining]
+        loaded = {one.slot.node: None for one in others if one.version == weights.version and has_loaded(one)}
+        if not loaded or late.slot.node in loaded:
+            return weights
+        here = ray.get_runtime_context().get_node_id()
+        origins = {node or here for node in weights.nodes or ("",)} | set(weights.others)
+        if late.slot.node in origins or not (holders := [node for node in loaded if node not in origins]):
+            return weights
+        holder = next((node for node in self.held_at if node in holders), holders[0])
+        if holder not in self.held_at:
+            self.held_at[holder] = tuple(copy_to(shard, holder)[0] for shard in weights.shards)
+        self.late.add(self.calls.number(late))
+        return replace(weights, shards=self.held_at[holder], others={})
 
     def decide_lease(self, others: int = 0) -> Decision:
         """Decide about a lease without work. `others`: number of leases that no engine holds."""

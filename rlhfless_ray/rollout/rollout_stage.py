@@ -17,9 +17,11 @@ from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights, wake
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.private_slots import PrivateSlots
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.joined_slots import JoinedSlots
 from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
 from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending, LiveRollout, Plugin, RequestSource, cut_without_pages
@@ -327,11 +329,18 @@ class RolloutStage:
         return [*self._shared_slots(), self.migration] if self.migration.is_on else []
 
     def _shared_slots(self) -> list[Plugin]:
-        """Return the exchange of slots. There is none without a shared pool."""
+        """Return what takes further slots, and on a shared pool gives slots to other runs."""
         context, autoscaler, source = self.context, self.context.autoscaler, self.context.leases.source
+        width = self.pool.width
+        if isinstance(source, PrivateSlots) and not source.is_alone and context.recipe.functions.elastic:
+
+            def count(left: np.ndarray, tokens: np.ndarray) -> int:
+                most = context.most_engines(width)
+                return autoscaler.safely("growing", lambda: autoscaler.frontiers.best_engines(left, tokens, most), lambda: 0)
+
+            return [JoinedSlots(count)]
         if autoscaler.criteria.bids is None or not isinstance(source, PoolClient):
             return []
-        width = self.pool.width
 
         def renew(left: np.ndarray, tokens: np.ndarray, working: int, warm: int) -> int:
             return autoscaler.renew_rollout(left, tokens, working, warm, context.most_engines(width))  # nodes may join while it runs

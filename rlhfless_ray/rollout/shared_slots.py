@@ -74,8 +74,10 @@ class SharedSlots(Plugin):
         if not self.asked and self._further():
             self._renew()  # an engine that has just become idle is not asked for again
         further, pool = self._further(), self.rollout.pool
+        labels = pool.labels  # the last node with the labels of an earlier request may be gone
+        self._withdraw([one for one in self.asked if one[0].labels != labels])
         self._withdraw(self.asked[further:])
-        requests = self.leases.ask(further - len(self.asked), labels=pool.labels, width=pool.width)
+        requests = self.leases.ask(further - len(self.asked), labels=labels, width=pool.width)
         self.asked += [(request, self.source.arrival(request)) for request in requests]
 
     def close(self) -> None:

@@ -122,6 +122,15 @@ def test_a_slot_that_the_tail_has_no_work_for_is_not_requested_again(shared):
     assert shared.refs() == []
 
 
+def test_a_request_for_nodes_that_are_all_gone_is_made_again_for_those_that_are_left(shared):
+    rollout = shared.rollout = Rollout([4, 4])
+    shared.poll()
+    rollout.pool.labels = {"ray.io/node-id": "home"}
+    shared.leases.ask = lambda count, labels, width: [SlotRequest(f"home-{n}", labels=labels) for n in range(count)]
+    shared.poll()
+    assert shared.refs() == ["home-0"] and shared.leases.withdrawn == 1
+
+
 def test_the_bid_is_renewed_every_second(shared, monkeypatch):
     renewed: list[tuple[Any, ...]] = []
     monkeypatch.setattr(shared, "renew", lambda *rest: renewed.append(rest) or 2)

@@ -238,7 +238,12 @@ def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: p
     pool: Any = Pool(["a"], {"a"})
     pool.find_labels, pool.leases = dict, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
     pool.leases.nodes.notices, pool.leases.without_lost = lambda: {"a": 0.0}, lambda leases: leases
-    pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
+
+    def assign_leases(leases: list[Any]) -> Any:
+        pool.working.append(pool.engine(leases[0].slot.node))
+        return pool.working[-1]
+
+    pool.assign_leases = assign_leases
     rollout = rollout_on(pool, 1)
     rollout.source.assign(rollout.calls.number(pool.working[0]), np.array([0]))
     rollout.lost.evacuate()
