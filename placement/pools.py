@@ -48,7 +48,18 @@ class PoolKind:
 
     def has_node(self, labels: Mapping[str, str]) -> bool:
         """Return whether a node with these labels may belong to the pool."""
-        return self.labels.items() <= labels.items()
+        return has_labels(labels, self.labels)
+
+
+def has_labels(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Return whether a node's labels meet all conditions, each as Ray writes it: `value`, `!value`, `in(a,b)` or `!in(a,b)`."""
+    return all(_meets(labels.get(name), condition) for name, condition in wanted.items())
+
+
+def _meets(value: str | None, condition: str) -> bool:
+    positive = condition.removeprefix("!")
+    listed = positive.removeprefix("in(").removesuffix(")").split(",") if positive.startswith("in(") else [positive]
+    return (value in [one.strip() for one in listed]) is (positive == condition)
 
 
 def pool_of(labels: Mapping[str, str], pools: Sequence[PoolKind]) -> PoolKind:

@@ -24,12 +24,14 @@ from rlhfless_ray.functions.cluster_nodes import ClusterNodes, node_slots
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.node_pools import NodePools
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.rank_actors import RankActor, parts_in, read_source
 from rlhfless_ray.learn.rank_settings import learner_settings
 from rlhfless_ray.learn.rank_state import read_state
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.recipe.engine_pools import engine_pools
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.runtime.worker_pools import prices
@@ -305,7 +307,9 @@ def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
         "rollout": {"nodes": labels},
         "price": {"cpu_slot_per_hour": 10.0, "rollout_slot_per_hour": 2.0},
     }
-    leases = LeaseManager("cpu", Ledger("cpu", prices(Recipe.parse(tree), "cpu", lists)), 60.0, f"nodes{time.time_ns()}", nodes=lists)
+    recipe = Recipe.parse(tree)
+    ledger = Ledger("cpu", prices(recipe, NodePools(lists, engine_pools(recipe.rollout, recipe.price, "cpu"))))
+    leases = LeaseManager("cpu", ledger, 60.0, f"nodes{time.time_ns()}", nodes=lists)
     start = lambda slot: start_actor(worker_class(), slot, "cpu", {})  # noqa: E731
     pool = WorkerPool("rollout", start, leases, 1e9, labels=lambda: labels)
     other = next(node for node in node_slots("cpu") if node != spot.node_id)

@@ -9,6 +9,7 @@ import numpy as np
 
 from placement.measurements.call_times import CallTimes
 from placement.measurements.correction import FAR, FAR_IN_A_ROW, Accuracy, Correction, FarOff
+from placement.measurements.pool_times import PoolTimes
 from placement.measurements.term import Term
 from placement.measurements.trial import Trial
 
@@ -60,10 +61,11 @@ class Measurements:
         self.early_gradients = Trial()
         self.early_wake = Trial()  # of engines, before the update ends
         self.calls = CallTimes()  # of a step's learn phase, besides the policy's update
+        self.pools = PoolTimes()  # starts and preemptions in each pool of nodes
         self.side_by_side = Trial(few=2)  # calls of the learn phase that run at the same time
         self.lengths = FarOff()  # forecasts of single responses
         self.far_lengths = 0  # times that many of them in a row were far off, since the user was told
-        self._others: list[Callable[[], Mapping[str, Term]]] = [self.calls.by_words]
+        self._others: list[Callable[[], Mapping[str, Term]]] = [self.calls.by_words, self.pools.by_words]
 
     def include(self, terms: Callable[[], Mapping[str, Term]]) -> None:
         """Show the accuracy of further times too. `terms`: returns them by what they are, in words. Their owner keeps their state."""
@@ -105,13 +107,13 @@ class Measurements:
     def settle(self) -> None:
         """Fit all pending records."""
         for _, one in self._kept():
-            if isinstance(one, Term | CallTimes):
+            if isinstance(one, Term | CallTimes | PoolTimes):
                 one.settle()
 
-    def _kept(self) -> Iterator[tuple[str, Term | Correction | Trial | CallTimes]]:
+    def _kept(self) -> Iterator[tuple[str, Term | Correction | Trial | CallTimes | PoolTimes]]:
         """Yield what is part of the state, by name."""
         for name, one in vars(self).items():
-            if isinstance(one, Term | Correction | Trial | CallTimes):
+            if isinstance(one, Term | Correction | Trial | CallTimes | PoolTimes):
                 yield name, one
 
     def state(self) -> dict[str, Any]:

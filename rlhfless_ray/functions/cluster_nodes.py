@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 
 import ray
 
+from placement.pools import has_labels
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.functions.pool_messages import NODE_LABEL
 
 NODES_S = 1.0  # time for which a list of nodes is reused: Ray takes milliseconds to make it
 NOTICES_S = 0.25  # the same for notices of drained nodes, which leave little time and take a millisecond to query
@@ -56,7 +58,7 @@ class ClusterNodes:
         return None if deadline_s == UNKNOWN_S else max(0.0, deadline_s - time.time())
 
     def slots(self, labels: Mapping[str, str]) -> dict[str, int]:
-        """Return {node id: slots} of the nodes that have all these labels."""
+        """Return {node id: slots} of the nodes that meet these conditions on labels."""
         return node_slots(self.resource, labels, self.present())
 
     def memory_mb(self, node: str) -> float:
@@ -111,12 +113,12 @@ def node_answers(node_id: str) -> bool:
 
 
 def node_slots(resource: str, labels: Mapping[str, str] | None = None, nodes: list[JsonObject] | None = None) -> dict[str, int]:
-    """Return {node id: slots} of the alive nodes that have slots and all these labels. `nodes`: Ray's list, if known."""
-    name, wanted = "GPU" if resource == "gpu" else "CPU", (labels or {}).items()
+    """Return {node id: slots} of the alive nodes that have slots and meet these conditions on labels. `nodes`: Ray's list, if known."""
+    name, wanted = "GPU" if resource == "gpu" else "CPU", labels or {}
     slots_of_node = {
         node["NodeID"]: int(node["Resources"].get(name, 0))
         for node in (ray.nodes() if nodes is None else nodes)
-        if node["Alive"] and wanted <= (node.get("Labels") or {}).items()
+        if node["Alive"] and has_labels({**(node.get("Labels") or {}), NODE_LABEL: node["NodeID"]}, wanted)
     }
     return {node: slots for node, slots in slots_of_node.items() if slots}
 

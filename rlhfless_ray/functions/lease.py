@@ -14,11 +14,14 @@ from dataclasses import dataclass
 
 import ray
 
+from placement.pools import OWN, PoolKind
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.node_groups import bundle_of
+from rlhfless_ray.functions.node_pools import NodePools
+from rlhfless_ray.functions.node_times import NodeTimes
 from rlhfless_ray.functions.pool_messages import PoolSlot, SlotRequest
 from rlhfless_ray.functions.private_slots import PrivateSlots
 from rlhfless_ray.functions.slot_source import SlotSource
@@ -69,10 +72,12 @@ class LeaseManager:
         run_id: str,
         source: SlotSource | None = None,
         nodes: ClusterNodes | None = None,
+        pools: NodePools | None = None,
     ) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device).
 
         `source`: source of the slots; default: a pool of this run alone. `nodes`: the cluster's, if another part of the run reads them too.
+        `pools`: those of the nodes; default: `own` has all.
         """
         self.resource = resource
         self.bundle = bundle_of(resource)
@@ -85,6 +90,8 @@ class LeaseManager:
         self.counter = 0
         self.waited_s = 0.0  # time on the critical path, for the step's metrics
         self.nodes = ClusterNodes(resource) if nodes is None else nodes
+        self.pools = NodePools(self.nodes, [PoolKind(OWN)]) if pools is None else pools
+        self.node_times = NodeTimes()
         self.look_again_s = -float("inf")  # earliest time of the next check whether others wait
         self.granted = 0  # number of leases so far
 
@@ -252,6 +259,7 @@ class LeaseManager:
         for lease, slot in zip(leases, slots, strict=True):
             self.held[lease.id] = lease
             self.granted += 1
+            self.node_times.begin(slot.node, self.pools.pool_of(slot.node).name, time.monotonic())
             self.ledger.hold(lease.id, slot.node, str(slot.device), kind, "", slot.granted_s)
         return leases
 
@@ -275,6 +283,8 @@ class LeaseManager:
         for lease in held:
             self.ledger.release(lease.id)
         going = self.nodes.known_going() if held else set()
+        for lease in held:
+            self.node_times.end(lease.slot.node, time.monotonic(), is_lost=lease.slot.node in going)
         self.source.release([lease.id for lease in held if lease.slot.node in going], avoids=True)
         return [lease.id for lease in held if lease.slot.node not in going]
 

@@ -3,7 +3,8 @@
 A lease is billed from grant to release. Within it the ledger keeps holdings (which function had it) and spans (what the
 instances reported doing). Time outside of spans is idle. Busy cost counts working slot-seconds only, as papers do; full cost
 counts every leased second. Both include steps that a stop or crash made the run repeat. Parked processes take no slot, but their
-memory costs money. Processes without slots, such as agents, cost the CPU time that they used.
+memory costs money. Processes without slots, such as agents, cost the CPU time that they used. A row "preempted" says which seconds of an
+instance's work were lost with its node, and costs nothing more.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
+from placement.pools import OWN
 from rlhfless_ray.common.disk_space import append
 from rlhfless_ray.common.errors import shortened
 from rlhfless_ray.types import Span
 
 BUSY = ("work",)
+PREEMPTED = "preempted"
 
 
 @dataclass
@@ -47,6 +50,22 @@ class Row:
     money: float
     repeated: int = 0  # 1: the step was interrupted and repeated; its cost still counts
     what: str = ""  # the instance's description of the activity
+    pool: str = ""  # of the node; older ledgers lack it
+
+
+@dataclass(frozen=True)
+class PoolCost:
+    """What a pool cost: leased slot-seconds, money with that of parked processes, and seconds of work lost to preemptions."""
+
+    slot_s: float = 0.0
+    money: float = 0.0
+    lost_s: float = 0.0
+    preemptions: int = 0
+
+    def plus(self, row: Row) -> PoolCost:
+        is_lost = row.activity == PREEMPTED
+        slot_s, lost_s = self.slot_s + row.seconds * row.slots, self.lost_s + is_lost * row.seconds
+        return PoolCost(slot_s, self.money + row.money, lost_s, self.preemptions + is_lost)
 
 
 @dataclass
@@ -65,6 +84,7 @@ class Holding:
     parked: float = 0.0  # price of the parked memory, as a share of a slot's price
     node_id: str = ""
     price_per_hour: float = 0.0
+    pool: str = OWN
     spans: list[Span] = field(default_factory=list)
 
 
@@ -76,6 +96,7 @@ class Prices:
     core_per_hour: float = 0.0  # without a lease
     parked_share: float | None = 0.0  # a process parked with all its memory, as a share of a slot; None: its share of a slot's memory
     slot_mb: Callable[[str], float] = lambda node: math.inf  # node id → memory per slot in MB
+    pool: Callable[[str], str] = lambda node: OWN  # node id → name of the node's pool
 
     @classmethod
     def flat(cls, slot_per_hour: float) -> Prices:
@@ -98,6 +119,7 @@ class Ledger:
         self.written = 0
         self.summed_totals, self.summed_rows = np.zeros(4), 0  # of the first `summed_rows` rows
         self.by_kind: dict[str, dict[str, float]] = {}  # kind → activity → slot-seconds, of the same rows
+        self.by_pool: dict[str, PoolCost] = {}  # of the same rows
         self.step = 0
 
     def _repr_html_(self) -> str:
@@ -113,8 +135,8 @@ class Ledger:
         now = time.time() if since_s is None else since_s
         if lease in self.open:
             self._close(lease, now)
-        price = self.prices.slot_per_hour(node)
-        self.open[lease] = Holding(lease, self.name_of(node), device, kind, instance, self.step, now, price_per_hour=price)
+        price, pool = self.prices.slot_per_hour(node), self.prices.pool(node)
+        self.open[lease] = Holding(lease, self.name_of(node), device, kind, instance, self.step, now, price_per_hour=price, pool=pool)
 
     def spans(self, leases: Iterable[str], spans: Iterable[Span]) -> None:
         """Add an instance's activities under `leases`, on its own clock. A span that continues the last one extends it."""
@@ -137,8 +159,8 @@ class Ledger:
         """Record that an instance stays warm without a lease. Its memory is billed at `parked_price`, and no slot is."""
         if instance not in self.open:
             who = "", self.name_of(node), device, kind, instance, self.step, time.time()
-            share, price = self.parked_price(node, memory_mb, kept), self.prices.slot_per_hour(node)
-            self.open[instance] = Holding(*who, memory_mb, slots=0, parked=share, node_id=node, price_per_hour=price)
+            share, price, pool = self.parked_price(node, memory_mb, kept), self.prices.slot_per_hour(node), self.prices.pool(node)
+            self.open[instance] = Holding(*who, memory_mb, slots=0, parked=share, node_id=node, price_per_hour=price, pool=pool)
 
     def parked_price(self, node: str, memory_mb: float, kept: float = 1.0) -> float:
         """Return the price of a process parked with `memory_mb`, as a share of a slot's price.
@@ -166,8 +188,14 @@ class Ledger:
 
     def unleased(self, kind: str, instance: str, node: str, from_s: float, to_s: float, core_s: float, what: str) -> None:
         """Record `core_s` CPU seconds of a process without a lease. They cost money but are not slot-seconds. Times since the epoch."""
-        process = Holding("", self.name_of(node), instance, kind, instance, self.step, from_s, slots=0)
+        process = Holding("", self.name_of(node), instance, kind, instance, self.step, from_s, slots=0, pool=self.prices.pool(node))
         self._add(process, "cpu", "unleased", from_s, to_s, core_s, core_s * self.prices.core_per_hour / 3600, what)
+
+    def preempted(self, kind: str, instance: str, node: str, device: str, seconds: float) -> None:
+        """Record that an instance's node has gone, and with it the last `seconds` of its work. They are billed in its other rows."""
+        now = time.time()
+        of = Holding("", self.name_of(node), device, kind, instance, self.step, now, slots=0, pool=self.prices.pool(node))
+        self._add(of, self.resource, PREEMPTED, now - seconds, now, seconds, 0.0)
 
     def begin_step(self, step: int, at_s: float | None = None) -> None:
         """Begin a step (at `at_s`): close and reopen all holdings, so that each row belongs to one step."""
@@ -214,7 +242,7 @@ class Ledger:
     ) -> None:
         who = of.lease, of.node, of.device, resource, of.kind, of.instance, activity, of.step
         when = round(begin - self.started_s, 6), round(end - self.started_s, 6), round(seconds, 6)
-        self.rows.append(Row(*who, *when, of.slots, round(of.memory_mb, 1), money, what=what))
+        self.rows.append(Row(*who, *when, of.slots, round(of.memory_mb, 1), money, what=what, pool=of.pool))
 
     @property
     def count(self) -> int:
@@ -228,12 +256,20 @@ class Ledger:
             if row.slots:
                 cells = self.by_kind.setdefault(row.kind, {})
                 cells[row.activity] = cells.get(row.activity, 0.0) + row.seconds * row.slots
+            self.by_pool[row.pool] = self.by_pool.get(row.pool, PoolCost()).plus(row)
         self.summed_rows = len(self.rows)
         return _totals(self.summed_totals)
 
     def totals_since(self, row: int) -> dict[str, float]:
         """Return the same totals of the rows from number `row` on."""
         return _totals(sum((_row_totals(r) for r in self._since(row)), np.zeros(4)))
+
+    def pools_since(self, row: int) -> dict[str, PoolCost]:
+        """Return the costs of each pool in the rows from number `row` on."""
+        found: dict[str, PoolCost] = {}
+        for one in self._since(row):
+            found[one.pool] = found.get(one.pool, PoolCost()).plus(one)
+        return found
 
     def held_slot_s(self, kind: str, since_row: int) -> float:
         """Return slot-seconds of the leases held by functions of a kind, in the rows from `since_row` on."""
@@ -292,7 +328,7 @@ class Ledger:
             )
         rows, problems = read_ledger_lines(path)
         self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in rows]
-        self.summed_totals, self.summed_rows, self.forgotten, self.by_kind = np.zeros(4), 0, 0, {}
+        self.summed_totals, self.summed_rows, self.forgotten, self.by_kind, self.by_pool = np.zeros(4), 0, 0, {}, {}
         self.started_s = time.time() - max((row.to_s for row in self.rows), default=0.0)
         self.written = 0
         temporary = path.with_suffix(".tmp")
@@ -344,6 +380,6 @@ def _totals(summed_totals: np.ndarray) -> dict[str, float]:
 
 
 def _row_of(line: dict[str, str]) -> Row:
-    line = {"repeated": "0", "what": "", **line}  # older ledgers lack these columns
+    line = {"repeated": "0", "what": "", "pool": "", **line}  # older ledgers lack these columns
     types = {"step": int, "slots": int, "repeated": int, **dict.fromkeys(("from_s", "to_s", "seconds", "memory_mb", "money"), float)}
     return Row(**{f.name: types.get(f.name, str)(line[f.name]) for f in fields(Row)})

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.functions.pool_messages import PoolSlot, SlotRequest
+from rlhfless_ray.functions.pool_messages import NODE_LABEL, PoolSlot, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
 
 NAMING_S = 20.0  # timeout for the names of a group's devices: starting a process for it takes 5 s on busy cores
@@ -218,7 +218,9 @@ def _missing(request: SlotRequest, node: str, idle: Mapping[str, int]) -> int:
 def request_group(resource: str, count: int, name: str, place: Place, lifetime: str | None = None) -> PlacementGroup:
     """Request a placement group of `count` slots of one node. They are one bundle, so that one task can name its devices."""
     node, labels = place
-    selector = dict(labels) | ({"ray.io/node-id": node} if node else {})
+    selector = ({NODE_LABEL: node} if node else {}) | dict(labels)
+    if node and not node.startswith("!"):  # it meets the conditions
+        selector[NODE_LABEL] = node
     bundle = {name: count * amount for name, amount in bundle_of(resource).items()}
     return placement_group([bundle], name=name, lifetime=lifetime, bundle_label_selector=[selector] if selector else None)
 

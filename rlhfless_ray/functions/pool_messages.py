@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from placement.market import Bid
 from rlhfless_ray.common.json_types import JsonObject
 
+NODE_LABEL = "ray.io/node-id"  # Ray's own label
 MESSAGES = 4  # version of these messages and of `SlotPool.status`: the pool refuses runs with another one
 OTHER_VERSION = (
     "the runs on this cluster use another version of rlhfless-ray, whose slot pool does not understand this run; "
@@ -38,7 +39,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """A request for `width` slots of one node, all or none. The node is any if empty, and has these labels.
+    """A request for `width` slots of one node, all or none. The node is any if empty, and meets these conditions on its labels.
 
     `device`: the only one that is of use, on GPU. `run`: set by the run's source.
     """

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots, exact_slots
-from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, RunInfo, SlotRequest, Statement
+from placement.pools import has_labels
+from rlhfless_ray.functions.pool_messages import NODE_LABEL, SILENT_S, PoolSlot, PoolView, RunInfo, SlotRequest, Statement
 from rlhfless_ray.functions.pool_runs import PastRun, PoolRun
 
 # A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update.
@@ -327,7 +328,7 @@ class PoolState:
         labels = self.nodes.get(node, (0, {}))[1]
         if node in self.runs[request.run].avoids or request.node not in ("", node):
             return False
-        return all(labels.get(name) == value for name, value in request.labels.items())
+        return has_labels({**labels, NODE_LABEL: node}, request.labels)
 
     def fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
         return request.device in (None, slot.device) and self.may_use(request, slot.node)

@@ -383,6 +383,7 @@ class WorkerPool:
         """End an idle instance on a node that is drained, and release its lease."""
         leases = instance.leases
         self.end(instance)
+        self.ledger.preempted(self.kind, instance.id, instance.slot.node, str(instance.slot.device), 0.0)
         self.leases.release(leases)
         self.faults.count(instance.id, FailureCause.NODE_DRAINED)
 

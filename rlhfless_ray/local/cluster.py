@@ -249,25 +249,21 @@ class RayCluster:
 
     def check_size(self, resource: str) -> int:
         """Return the cluster's number of slots. Raises UserError if all nodes, or the labelled ones, have fewer than the recipe needs."""
-        from rlhfless_ray.functions.cluster_nodes import node_slots
-        from rlhfless_ray.functions.lease import most_instances
+        import ray
+        from ray._private.state import state
 
-        by_node, recipe = node_slots(resource), self.recipe
+        from rlhfless_ray.functions.cluster_nodes import node_slots
+        from rlhfless_ray.local.node_check import check_nodes, check_room
+
+        nodes, recipe = ray.nodes(), self.recipe
+        by_node = node_slots(resource, nodes=nodes)
         assert isinstance(recipe, Recipe)
-        slots, width, labels = sum(by_node.values()), recipe.rollout.least_width, recipe.rollout.nodes
+        slots = sum(by_node.values())
         check_width(recipe, max(by_node.values(), default=0), resource)
         check_slots(recipe, slots, resource)
-        engines, labelled = recipe.rollout.min_actors * width, node_slots(resource, labels)
-        if engines > sum(labelled.values()):
-            raise UserError(
-                f"rollout.nodes: engines need {engines} slots on nodes labelled {labels}, but these have "
-                f"{sum(labelled.values())}; start such nodes, or name other labels"
-            )
-        if recipe.rollout.min_actors > (most := most_instances(labelled, width)):
-            raise UserError(
-                f"rollout.min_actors: {recipe.rollout.min_actors} engines of rollout.tensor_parallel = {width} slots, all of one node, are "
-                f"more than the {most} that the nodes have room for; lower one of them"
-            )
+        known = state.get_cluster_config()
+        check_nodes(recipe, nodes, by_node, resource, grows=known is not None and len(known.node_group_configs) > 0)
+        check_room(recipe, by_node)
         return slots
 
 

@@ -47,8 +47,8 @@ class LearnerConfig(Section):
     attention heads. Not with `tensor_parallel`, `lora.dropout` or `algorithm.loss.router_aux`, and for tested families only. A
     supervised stage on fewer ranks uses the greatest common divisor of this and their number."""
     nodes: dict[str, str] = Field(default_factory=dict)
-    """Ray labels that the nodes of its ranks must have, such as `{market: on-demand}`. Empty: any node that no
-    pool of `rollout.pools` has."""
+    """Ray labels that the nodes of its ranks must have, such as `{market: on-demand}`. Empty: any node, but none
+    of a pool of `rollout.pools` while there are others."""
     max_slots_per_rank: int = Field(1, ge=1)
     """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
     zero_stage: ZeroStage = 0

@@ -235,7 +235,7 @@ class RewardConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes that share one copy of the model, each on a slot of its own. All slots are on one node."""
     nodes: dict[str, str] = Field(default_factory=dict)
-    """As `learner.nodes`, for reward processes and reward models."""
+    """Ray labels that the nodes of reward processes and reward models must have. Empty: any node."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one batch of the model."""
     batch_samples: int = Field(1, ge=1)

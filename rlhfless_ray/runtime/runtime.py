@@ -30,8 +30,7 @@ from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.functions.cluster_nodes import node_slots
-from rlhfless_ray.functions.limits import EngineNodes
+from rlhfless_ray.functions.engine_pools import EnginePools
 from rlhfless_ray.functions.pool_client import PoolClient, join_pool
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
@@ -285,18 +284,18 @@ class Runtime:
         engines, note = self._expect_engines(resource)
         recipe, rollout = self.recipe, self.recipe.rollout
         self.autoscaler.expect(engines, note)
+        self.autoscaler.terms.pools.expect(self.leases.pools.kinds)
         self.autoscaler.unit = {"cpu": "core-s", "gpu": "GPU-s"}[resource]
         for message in {engine.note: 0 for engine in engines.values() if engine.note}:
             record.progress.message(message)
         if self.shared_pool is not None:
             self.autoscaler.criteria.bids = MarketBids(self.shared_pool, self.autoscaler.criteria.objective, self.rank_counts[0])
-        nodes = EngineNodes(self.leases.nodes, rollout.nodes, rollout.least_width, self._learner_node, record.progress.message)
+        pools = EnginePools(self.leases.pools, rollout.least_width, self._learner_node, record.progress.message)
         most = {width: rollout.max_actors // (width if chooses_width else 1) for width in engines}
-        limits = partial(nodes.limits, most, rollout.min_actors)
+        limits = partial(pools.limits, most, rollout.min_actors)
         context = RunContext(recipe, SlotBroker(self.leases), StepTimer(record.progress.phase), record, self.autoscaler, limits)
         self.autoscaler.calls.obstacle = inputs.memory_fit.updates_obstacle
-        at_once = inputs.memory_fit.give_back_at_once
-        stages = Stages.create(context, inputs, actors, nodes.labels, at_once, private)
+        stages = Stages.create(context, inputs, actors, pools, inputs.memory_fit.give_back_at_once, private)
         stages.learn.use_ranks(self.rank_counts)
         stages.rollout.pool.set_width(self.autoscaler.engines.width)
         source = PromptSource(inputs.prompts.train, inputs.cursor, DynamicSampling(recipe, inputs.cursor), recipe.run.episodes)
@@ -320,7 +319,7 @@ class Runtime:
     def _expect_engines(self, resource: str) -> tuple[dict[int, ExpectedEngine], str]:
         """Return what is expected of engines by width, and why there is one width only. An automatic width without a choice is set."""
         rollout = self.recipe.rollout
-        largest_node = max(node_slots(resource, rollout.nodes).values(), default=0)
+        largest_node = self.leases.pools.largest_node()
         device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(self.inputs.lengths.longest_prompt)
         engines, note = expected_widths(self.recipe, self.inputs.files, device, largest_node, tokens)
         if not self.cluster.private:  # larger nodes may join, for wider engines

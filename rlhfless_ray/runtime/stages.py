@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.engine.engine_settings import engine_settings
+from rlhfless_ray.functions.engine_pools import EnginePools
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.learn_stage import LearnStage
@@ -35,8 +36,6 @@ from rlhfless_ray.runtime.worker_pools import ActorClasses, PoolMaker, check_kv,
 from rlhfless_ray.weights.model_folder import config_of, without_weights
 from rlhfless_ray.weights.tensor_file import Files
 
-Labels = Callable[[], dict[str, str]]
-
 
 @dataclass(frozen=True)
 class Stages:
@@ -50,11 +49,13 @@ class Stages:
     agreement: Agreement | None  # None: engines and learner compute no policy
 
     @classmethod
-    def create(cls, context: RunContext, inputs: RunInputs, actors: ActorClasses, labels: Labels, at_once: bool, private: bool) -> Stages:
+    def create(
+        cls, context: RunContext, inputs: RunInputs, actors: ActorClasses, pools: EnginePools, at_once: bool, private: bool
+    ) -> Stages:
         """Create the stages with their pools, all empty. Instances get all they need as bytes, because nodes lack the driver's files.
 
         Args:
-            labels: returns the labels that the engines' slots must have now.
+            pools: where engines may work.
             at_once: whether parked engines release their memory at once, see `memory_fit.Fit`.
             private: whether this Ray serves no other run.
         """
@@ -89,7 +90,7 @@ class Stages:
         agents = _agents(context, reward, files, longest, make.faults) if isinstance(reward, AgentSource) else None
         rollout = RolloutStage(
             context,
-            make.engines("rollout", actors.rollout, engine, config, *of_drafter, labels=labels),
+            make.engines("rollout", actors.rollout, engine, config, *of_drafter, labels=pools.labels),
             learn.worker_groups,
             partial(PlainRequests, inputs.tokenizer) if agents is None else partial(EpisodeTurns, agents, recipe.answer_column),
             sum(len(content) for name, content in files.items() if name.endswith(".safetensors")),
@@ -99,6 +100,7 @@ class Stages:
             on_end_near=score.prepare,
             on_no_pages=(lambda reason: None) if prefix is None else prefix.block,
         )
+        pools.working = lambda: [instance.slot.node for instance in rollout.pool.working]
         agreement = Agreement(context, learn.worker_groups, rollout.pool) if actors.computes else None
         return cls(context, make.faults, prefix, rollout, score, learn, agents, agreement)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -114,6 +115,8 @@ class StepRecords:
         context, groups = self.stages.context, self.stages.learn.worker_groups
         groups.start_snapshots()
         context.autoscaler.predictor.observe_step(step.phase_s, step.wall_s, len(step.samples), step.ledger["full_slot_s"])
+        for pool, used in context.leases.node_times.take(time.monotonic()).items():
+            context.autoscaler.terms.pools.observe_use(pool, used.node_s, used.preemptions)
         self.session.groups.observe(step)
         self.stages.faults.step_done()
         step.metrics |= {**self.stages.faults.take_metrics(), **groups.learner.recovery.take_metrics()}

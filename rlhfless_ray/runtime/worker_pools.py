@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from placement.pools import OWN
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.engine.engine_settings import EngineSettings, check_kernels
 from rlhfless_ray.engine.exact_actor import ExactEngineActor
@@ -18,8 +18,9 @@ from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import LeaseManager, Slot
+from rlhfless_ray.functions.lease import Labels, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger, Prices
+from rlhfless_ray.functions.node_pools import NodePools
 from rlhfless_ray.functions.notices import NoticePolls
 from rlhfless_ray.functions.private_slots import PrivateSlots, name_of_run
 from rlhfless_ray.functions.slot_source import SlotSource
@@ -32,6 +33,7 @@ from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import large_page_environment
 from rlhfless_ray.preflight.check_policy import why_not_served
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.engine_pools import engine_pools
 from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.drafter_trainer import DrafterActor, DrafterSettings
@@ -88,22 +90,21 @@ def make_leases(
     nodes = ClusterNodes(resource)
     if recipe.functions.notice and not private:
         nodes.notices = NoticePolls(recipe.functions.notice, nodes.listed, say)
+    pools = NodePools(nodes, engine_pools(recipe.rollout, recipe.price, resource))
     run_id = name_of_run(folder)
-    ledger = Ledger(resource, prices(recipe, resource, nodes), name_of=name_of)
+    ledger = Ledger(resource, prices(recipe, pools), name_of=name_of)
     source = source or PrivateSlots(resource, run_id, is_alone=private)
-    return LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source, nodes)
+    return LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source, nodes, pools)
 
 
-def prices(recipe: Recipe, resource: str, nodes: ClusterNodes) -> Prices:
+def prices(recipe: Recipe, pools: NodePools) -> Prices:
     price = recipe.price
-    usual, special = price.slot_per_hour(resource), price.rollout_slot_per_hour
-
-    @cache  # as it was when the node was first used: a node that is drained has no slots, but still its price
-    def slot_per_hour(node: str) -> float:
-        return special if special is not None and node in nodes.slots(recipe.rollout.nodes) else usual
-
     return Prices(
-        slot_per_hour=slot_per_hour, core_per_hour=price.cpu_slot_per_hour, parked_share=price.parked_share, slot_mb=nodes.slot_mb
+        slot_per_hour=lambda node: pools.pool_of(node).price_per_hour,
+        core_per_hour=price.cpu_slot_per_hour,
+        parked_share=price.parked_share,
+        slot_mb=pools.nodes.slot_mb,
+        pool=lambda node: pools.pool_of(node).name,
     )
 
 
@@ -148,7 +149,9 @@ class PoolMaker:
     def reward(self, cls: type, source: Source) -> WorkerPool:
         arguments = ray.put(source), self.recipe.reward.timeout_s, self.resource  # the source may contain a reward model's weights
         start = lambda slot: start_actor(cls, slot, self.resource, {}, *arguments)  # noqa: E731
-        return self._pool(source.pool_kind, start, on_device=source.on_device, width=self.recipe.reward.tensor_parallel)
+        labels = dict(self.recipe.reward.nodes)
+        width = self.recipe.reward.tensor_parallel
+        return self._pool(source.pool_kind, start, on_device=source.on_device, width=width, labels=lambda: labels)
 
     def drafter(self, cls: type, *drafter: object) -> WorkerPool:
         """Make the pool of the process that trains the drafter."""
@@ -168,12 +171,20 @@ class PoolMaker:
             on_device=True,
             leave_s=recipe.learner.deadline_s,
             faults=self.faults,
+            labels=self._home_labels(dict(getattr(recipe, "learner" if kind == "learn" else kind).nodes)),
             parked_memory=self.parked if kind == "reference" else None,  # a learner's memory is its state, which must stay
         )
         shares_base = kind == "learn" and recipe.lora.publish == "adapter"
         recovery = Recovery(self.snapshot_steps, self.say, on_disk=recipe.checkpoint.resumable)
         of_ranks = settings(recipe, device=resource)
         return WorkerGroup(pool, of_ranks, recipe.learner, self.broker, name or kind, recovery, shares_base, recipe.run.exact)
+
+    def _home_labels(self, named: dict[str, str]) -> Labels:
+        """Return what finds the labels of a worker group's slots: those that the recipe names, or nodes of no pool while there are any."""
+        pools = self.leases.pools
+        if named or not self.recipe.rollout.pools:
+            return lambda: named
+        return lambda: pools.labels_of(OWN) if pools.slots()[OWN] else {}
 
     def _pool(self, kind: str, start: Callable[[Slot], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
         options |= {"faults": self.faults, "parked_memory": self.parked}

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from rlhfless_ray.functions import cluster_nodes
 from rlhfless_ray.functions import ledger as module
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
-from rlhfless_ray.functions.ledger import Ledger, Prices, Row
+from rlhfless_ray.functions.ledger import Ledger, PoolCost, Prices, Row, read_ledger
+from rlhfless_ray.functions.node_pools import NodePools
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.engine_pools import engine_pools
 from rlhfless_ray.runtime.worker_pools import prices
 from rlhfless_ray.types import Span
 
@@ -204,7 +206,8 @@ def test_a_node_that_is_drained_keeps_its_price(monkeypatch: pytest.MonkeyPatch)
     tree["price"] = {"cpu_slot_per_hour": 10.0, "rollout_slot_per_hour": 2.0}
     nodes, drained = ClusterNodes("cpu"), dict[str, float]()
     nodes.notices = lambda: drained
-    price = prices(Recipe.parse(tree), "cpu", nodes).slot_per_hour
+    recipe = Recipe.parse(tree)
+    price = prices(recipe, NodePools(nodes, engine_pools(recipe.rollout, recipe.price, "cpu"))).slot_per_hour
     assert price("a") == 2.0
     drained["a"] = 0.0
     assert price("a") == 2.0, "an engine that is parked before it leaves"
@@ -380,10 +383,10 @@ def test_resume_keeps_what_was_paid_for_steps_that_are_done_again(clock: Clock, 
 def test_a_ledger_without_the_mark_is_taken_over(clock: Clock, tmp_path: Path) -> None:
     path = tmp_path / "ledger.csv"
     before = three_steps(clock, path)
-    path.write_text("".join(line.rpartition(",")[0] + "\n" for line in path.read_text().splitlines()))
+    path.write_text("".join(line.rsplit(",", 3)[0] + "\n" for line in path.read_text().splitlines()))
     ledger = Ledger("cpu", 7.0)
     ledger.resume_from(path, last_step=9)
-    assert ledger.rows == before.rows
+    assert ledger.rows == [replace(row, pool="") for row in before.rows]
 
 
 def totals_of(rows: list[Row]) -> dict[str, float]:
@@ -431,3 +434,23 @@ def test_a_new_run_has_nothing_to_take_over(tmp_path: Path) -> None:
     ledger = Ledger("cpu", 1.0)
     ledger.resume_from(tmp_path / "ledger.csv", 5)
     assert ledger.rows == [] and not (tmp_path / "ledger.csv").exists()
+
+
+def test_money_and_lost_seconds_add_up_by_pool(clock: Clock, tmp_path: Path) -> None:
+    prices_of = {"a": 3.6, "home": 36.0}  # per hour: 0.001 and 0.01 a second
+    pool_of = {"a": "spot", "home": "own"}
+    ledger = Ledger("cpu", Prices(slot_per_hour=prices_of.__getitem__, pool=pool_of.__getitem__))
+    ledger.hold("L", "a", "0", "rollout", "A")
+    ledger.hold("M", "home", "0", "rollout", "B")
+    clock.now += 10
+    ledger.preempted("rollout", "A", "a", "0", 2.5)
+    ledger.release("L")
+    clock.now += 10
+    ledger.close()
+    costs = ledger.pools_since(0)
+    assert costs == {"spot": PoolCost(10.0, pytest.approx(0.01), 2.5, 1), "own": PoolCost(20.0, pytest.approx(0.2), 0.0, 0)}
+    totals = ledger.totals()
+    assert ledger.by_pool == costs and totals["money"] == pytest.approx(0.21) and totals["full_slot_s"] == 30.0
+    ledger.append_to(tmp_path / "ledger.csv")
+    written = [(row.pool, row.activity) for row in read_ledger(tmp_path / "ledger.csv")]
+    assert written == [("spot", "preempted"), ("spot", "idle"), ("own", "idle")]

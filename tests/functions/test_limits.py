@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from placement.pools import OWN, PoolKind, has_labels
+from rlhfless_ray.functions import engine_pools
+from rlhfless_ray.functions.engine_pools import EMPTY_S, EnginePools
 from rlhfless_ray.functions.lease import Lease, Slot
-from rlhfless_ray.functions.limits import NODE_LABEL, EngineNodes, Limits
+from rlhfless_ray.functions.limits import Limits
+from rlhfless_ray.functions.node_pools import NodePools
+from rlhfless_ray.functions.pool_messages import NODE_LABEL
 
 SPOT = {"market": "spot"}
 
@@ -30,6 +35,14 @@ def test_a_rollout_waits_for_fewer_engines_only_on_the_learners_own_node() -> No
     assert Limits({"a": 1}, {1: 4}, least=2).fewest(1) == 2
     assert Limits({"a": 1}, {1: 4}, least=2, is_own=True).fewest(1) == 1
     assert Limits({"a": 3}, {1: 4}, least=2, is_own=True).fewest(1) == 2
+
+
+def test_limits_of_pools_add_up_to_the_cap_of_each() -> None:
+    limits = Limits({"a": 4, "b": 4, "home": 2}, {1: 8, 2: 8}, pools={"a": "spot", "b": "spot", "home": OWN}, caps={"spot": 5})
+    assert limits.by_pool(1) == {OWN: 2, "spot": 5} and limits.engines(1) == 7
+    assert limits.by_pool(2) == {OWN: 1, "spot": 2} and limits.engines(2) == 3
+    assert limits.by_pool(1, [lease("home", 0), lease("a", 0)]) == {OWN: 1, "spot": 5}
+    assert Limits({}, {1: 8}).by_pool(1) == {OWN: 0}, "`own` is always among them"
 
 
 @pytest.mark.parametrize(
@@ -56,17 +69,21 @@ class Cluster:
         self.said: list[str] = []
 
     def slots(self, labels: dict[str, str]) -> dict[str, int]:
-        return {name: count for name, (count, own) in self.nodes.items() if labels.items() <= {**own, NODE_LABEL: name}.items()}
+        return {name: count for name, (count, own) in self.nodes.items() if has_labels({**own, NODE_LABEL: name}, labels)}
 
-    def engine_nodes(self, labels: dict[str, str], home: str | None, width: int = 1) -> EngineNodes:
+    def engine_nodes(self, labels: dict[str, str], home: str | None, width: int = 1) -> EnginePools:
+        kinds = [PoolKind("rollout", labels), PoolKind(OWN, max_slots=0)] if labels else [PoolKind(OWN)]
+        return self.engine_pools(kinds, home, width)
+
+    def engine_pools(self, kinds: list[PoolKind], home: str | None = None, width: int = 1) -> EnginePools:
         nodes: Any = SimpleNamespace(slots=self.slots)
-        return EngineNodes(nodes, labels, width, lambda: home, self.said.append)
+        return EnginePools(NodePools(nodes, kinds), width, lambda: home, self.said.append)
 
 
 def test_limits_follow_the_nodes_with_the_labels() -> None:
     cluster = Cluster(home=(2, {}), spot=(3, SPOT))
     found = cluster.engine_nodes(SPOT, "home")
-    assert found.limits({1: 8}, 1) == Limits({"spot": 3}, {1: 8}, 1)
+    assert found.limits({1: 8}, 1) == Limits({"spot": 3}, {1: 8}, 1, pools={"spot": "rollout"})
     cluster.nodes["more"] = (4, SPOT)
     assert found.limits({1: 8}, 1).engines(1) == 7 and found.labels() == SPOT
     del cluster.nodes["spot"]
@@ -107,3 +124,39 @@ def test_if_the_learners_node_is_lost_too_engines_work_on_the_largest_that_is_le
 def test_without_labels_all_nodes_are_for_engines_and_nothing_is_said() -> None:
     cluster = Cluster(home=(2, {}), spot=(3, SPOT))
     assert cluster.engine_nodes({}, None).limits({1: 8}, 1) == Limits({"home": 2, "spot": 3}, {1: 8}, 1) and not cluster.said
+
+
+KINDS = [PoolKind("spot", SPOT, max_slots=2), PoolKind("large", {"gpu": "A100"}), PoolKind(OWN)]
+
+
+def test_every_node_is_in_one_pool_and_engines_may_work_in_all() -> None:
+    cluster = Cluster(home=(2, {}), a=(3, SPOT), b=(1, {**SPOT, "gpu": "A100"}), c=(4, {"gpu": "A100"}))
+    found = cluster.engine_pools(KINDS, "home")
+    assert found.slots() == {"spot": {"a": 3, "b": 1}, "large": {"c": 4}, OWN: {"home": 2}} and found.labels() == {}
+    assert found.limits({1: 20}, 1).by_pool(1) == {"spot": 2, "large": 4, OWN: 2}
+    for pool, nodes in found.slots().items():
+        assert cluster.slots(found.pools.labels_of(pool)) == nodes, pool
+    found.working = lambda: ["a", "a"]
+    assert set(cluster.slots(found.labels())) == {"home", "c"}, "spot has the engines that it may have"
+
+
+def test_lost_node_keeps_its_pool_and_others_are_own() -> None:
+    cluster = Cluster(home=(2, {}), a=(3, SPOT))
+    pools = cluster.engine_pools(KINDS).pools
+    assert pools.pool_of("a").name == "spot"
+    del cluster.nodes["a"]
+    assert pools.pool_of("a").name == "spot" and pools.pool_of("home").name == pools.pool_of("never seen").name == OWN
+
+
+def test_pool_without_nodes_is_a_warning_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(engine_pools, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    cluster = Cluster(home=(2, {}), c=(4, {"gpu": "A100"}))
+    found = cluster.engine_pools(KINDS, "home")
+    for seconds in (0.0, 1.0, EMPTY_S / 2, EMPTY_S):
+        now[0] = 1000.0 + seconds
+        assert found.limits({1: 8}, 1).engines(1) == 6
+    assert len(cluster.said) == 2 and all("no node of pool spot is there" in said for said in cluster.said)
+    cluster.nodes["a"] = (3, SPOT)
+    found.slots()
+    assert cluster.said[2:] == ["rollout.pools: pool spot has nodes again"]
