@@ -1,11 +1,10 @@
 """What early work saves in the real runtime: `python -m benchmarks.early_work [--quick] [--recipe FILE] [--rounds N] [--steps N]`.
 
-Four kinds of runs of one recipe, in turn and then in reverse order:
+Three kinds of runs of one recipe, in turn and then in reverse order:
 
-off        no gradients before the rollout ends, and no engine wakes before the update ends
-gradients  gradients are taken in each rollout's tail, wherever there is a slot and time
-wake       engines wake on slots that the learner leaves free, before its update ends
-shipped    both, by the run's own decisions
+off      no engine wakes before the update ends
+wake     engines wake on slots that the learner leaves free, before its update ends
+shipped  by the run's own decisions
 
 The learning rate is next to nothing, so all runs draw the same tokens in each step, and steps are compared in pairs.
 """
@@ -28,7 +27,7 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.step_predictor import StepPredictor
 from rlhfless_ray.runtime import updates
 
-KINDS = ("off", "gradients", "wake", "shipped")
+KINDS = ("off", "wake", "shipped")
 DROP = 4  # first steps, in which processes start and models are fitted
 SHOWN = ("step_s", "phase/rollout_s", "phase/learn_s", "phase/lease_s", "cost/full_slot_s")
 DRAWS = 2000  # of the bootstrap
@@ -39,13 +38,9 @@ def run_kind(kind: str, recipe: Path, root: Path, name: str, steps: int) -> None
     """Run the recipe in this process, with what its kind does early."""
     own = [f"run.root={root}", f"run.name={name}", f"run.steps={steps}", "evaluate.every_steps=0", "evaluate.prompts=0"]
     own += ["learner.learning_rate=1e-12", "watch.progress=plain", "watch.wandb=off", f"checkpoint.every_steps={10 * steps}"]
-    if kind in ("off", "wake"):
-        own.append("learner.overlap=off")
-    if kind == "gradients":
-        StepPredictor.takes = lambda self, measure, ahead=False: measure == "early_gradients"  # type: ignore[method-assign]
     if kind == "wake":
         StepPredictor.takes = lambda self, measure, ahead=False: measure == "early_wake"  # type: ignore[method-assign]
-    if kind in ("off", "gradients"):
+    if kind == "off":
         updates.wake_early = lambda session, update, saves: None
     with Runtime(Recipe.load(recipe, own)) as run:
         for _ in run:
@@ -113,11 +108,7 @@ def main() -> None:
         table.add_row(kind, *(spreads[kind][name].show() for name in SHOWN), *saved)
     console.print(table)
     last = [one[-1] for one in rows["shipped"]]
-    decided = {
-        "early_share": float(np.mean([row.get("overlap/learned", 0) > 0 for one in rows["shipped"] for row in one])),
-        "early_gradients": [row.get("overlap/reason", "") for row in last],
-        "wake": [row.get("rollout/wake_reason", "") for row in last],
-    }
+    decided = {"wake": [row.get("rollout/wake_reason", "") for row in last]}
     shipped = found["shipped"]["step_s"]
     targets = [
         Target("time saved by the run's own decisions", 100 * shipped["saving"], least=100 * LEAST_SAVING, unit=" %"),

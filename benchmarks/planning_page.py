@@ -87,7 +87,6 @@ PARTS = (
     PlannerPart("Groups", "which responses share an engine", simulated=lambda: simulated("- consolidation and grouping (random split)")),
     PlannerPart("Moves", "which responses change their engine during the rollout", moves),
     PlannerPart("Learner's begin", "which slots the learner takes in the tail", simulated=lambda: simulated("- overlap")),
-    PlannerPart("Early gradients", "what it computes there", lambda: early("gradients"), lambda: simulated("- early gradients")),
     PlannerPart(
         "Early wake",
         "when engines wake beside the update",

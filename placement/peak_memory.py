@@ -55,16 +55,15 @@ class UpdateSettings:
 
     micro_batch_tokens: int = DEFAULT_TOKENS
     checkpointing: bool = False
-    overlap: str = "auto"
     offload: bool = False
 
 
 def choices(*, may_offload: bool) -> Iterator[UpdateSettings]:
     """Yield settings in order of the time they cost, least first."""
     sizes = [DEFAULT_TOKENS >> k for k in range(DEFAULT_TOKENS.bit_length()) if DEFAULT_TOKENS >> k >= LEAST_TOKENS]
-    for offload, overlap, checkpointing in itertools.product((False, True), ("auto", "off"), (False, True)):
+    for offload, checkpointing in itertools.product((False, True), (False, True)):
         if may_offload or not offload:
-            yield from (UpdateSettings(n, checkpointing, overlap, offload) for n in sizes if checkpointing or n >= LEAST_WHOLE_TOKENS)
+            yield from (UpdateSettings(n, checkpointing, offload) for n in sizes if checkpointing or n >= LEAST_WHOLE_TOKENS)
 
 
 # ---- an update --------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def train(run: RunParts, curriculum: Curriculum) -> Iterator[Step]:
 
 
 def main(overrides: list[str]) -> None:
-    recipe = Recipe.load(QUICKSTART, ["learner.overlap=off", *overrides])  # own rewards are known after the rollout only
+    recipe = Recipe.load(QUICKSTART, overrides)
     with Runtime(recipe) as run:
         curriculum = Curriculum(len(run.inputs.prompts.train), recipe.run.seed)
         for step in train(run.parts, curriculum):

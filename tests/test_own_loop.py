@@ -51,7 +51,7 @@ def test_a_loop_of_ones_own_trains_on_picked_prompts_with_its_rewards_and_is_res
     private_ray: None, tmp_path: Path, own_loop: ModuleType
 ) -> None:
     """The second step's advantages are its own too. The run is left after it, and resumed to its last step."""
-    tree = small_recipe(tmp_path, run__steps=3, learner__overlap="off", checkpoint__every_steps=1)
+    tree = small_recipe(tmp_path, run__steps=3, checkpoint__every_steps=1)
     picked: list[list[int]] = []
 
     class Curriculum(own_loop.Curriculum):  # type: ignore[name-defined,misc]
@@ -164,21 +164,11 @@ def test_a_learn_phase_in_which_nothing_is_published_is_refused(tmp_path: Path) 
 # ---- values of one's own --------------------------------------------------------------------------------------------
 
 
-def test_own_values_need_gradients_that_come_after_the_rollout(tmp_path: Path) -> None:
-    run = Ended(tmp_path).run.parts
-    run.session.step.progress = StepProgress.TAKEN
-    assert run.stages.learn.obstacle is None
-    with pytest.raises(
-        UserError, match=r"^updates\.score: own rewards need learner\.overlap=off, because gradients are otherwise computed"
-    ):
-        run.updates.score(run.session.step, lambda samples: [1.0] * len(samples))
-
-
 @pytest.mark.parametrize(
     ("rewards", "said"), [([1.0], "expected a value for each of 2 samples, got 1"), ([1.0, float("nan")], "row 8 is nan, and not a finite")]
 )
 def test_values_that_nothing_can_be_learned_from_are_named(tmp_path: Path, rewards: list[float], said: str) -> None:
-    run = Ended(tmp_path, learner__overlap="off").run.parts
+    run = Ended(tmp_path).run.parts
     step = run.session.step
     step.progress, step.samples = StepProgress.TAKEN, [sample(7, 0.0), sample(8, 1.0)]
     run.stages.score.phase = nullcontext  # type: ignore[method-assign,assignment]

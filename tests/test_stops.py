@@ -311,7 +311,7 @@ def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learn
     assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume continues from there"]
     ended = Ended(tmp_path)
     ended.worker_group.recovery.complete = "state"
-    ended.worker_group.recovery.record("update", None)
+    ended.worker_group.recovery.record(None)
     assert ended.by(RunError("no")) == [], "the learner has gone on since"
 
 

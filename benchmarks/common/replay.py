@@ -240,7 +240,7 @@ class ReplayedLearner:
 
     def __init__(self) -> None:
         self.learn_s, self.rank = 0.0, 0
-        self.digest, self.updates, self.early = bytes(8), 0, b""
+        self.digest, self.updates = bytes(8), 0
 
     def open(self, threads: int) -> dict[str, Any]:
         return {"memory_mb": 1.0, "spans": []}
@@ -260,15 +260,10 @@ class ReplayedLearner:
             self.digest, self.updates = bytes(saved["model.safetensors"]), int(bytes(saved["learner.json"]))
         return {"memory_mb": 1.0, "spans": [], "cutter": Cutter(algorithm=settings.algorithm), "fetched": (0, 0)}
 
-    def accumulate(self, share: Share, threads: int) -> list[Span]:
-        self.early += share.batch.tokens.tobytes()
-        return []
-
     def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
         start, seconds = time.time(), self.learn_s / threads
         time.sleep(seconds)
-        learned = self.early + share.batch.tokens.tobytes()
-        self.digest, self.early = hashlib.blake2b(self.digest + learned, digest_size=8).digest(), b""
+        self.digest = hashlib.blake2b(self.digest + share.batch.tokens.tobytes(), digest_size=8).digest()
         self.updates += 1
         nothing = UpdateStats(importance_mean=1, trained_tokens=int(share.batch.lengths.sum()), applied=1, effective_share=1)
         return nothing, [Span("work", "update (replayed)", start, start + seconds)]

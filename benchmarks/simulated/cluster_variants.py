@@ -22,11 +22,9 @@ def variant(
 
     Args:
         without: whether a step plan is forbidden.
-        changes: arguments of `elastic`. release=False: every device is billed throughout. gradients="as built": early gradients
-            only where the runtime takes them.
+        changes: arguments of `elastic`. release=False: every device is billed throughout.
     """
     release = changes.pop("release", True)
-    as_built = changes.get("gradients") == "as built"
 
     def allowed(times: PhaseTimes) -> list[StepPlanSettings]:
         found = candidates(times)
@@ -38,8 +36,7 @@ def variant(
         return list(dict.fromkeys([*kept, *(k for k in later if not without(times, k))]))
 
     def made(times: PhaseTimes, view: StepInput, plan: StepPlanSettings, policy: str) -> StepRun:
-        early = {"gradients": times.early_gradients(plan.early or plan.late)} if as_built else {}
-        done = elastic(times, view, plan, rollout=policy, name=name, **{**changes, **early})
+        done = elastic(times, view, plan, rollout=policy, name=name, **changes)
         return done if release else replace(done, holds=all_phases(times.devices, done.time_s))
 
     def step(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -57,9 +54,9 @@ def variant(
 
 AS_BUILT = "ours (as built)"
 # without what the runtime does not do on GPUs: a learner that grows within a step, engines awake beside it or woken before its update
-# ends, optimizer state on the host except during the update, whitened gradients by linearity, and early gradients that it refuses
+# ends, optimizer state on the host except during the update, and gradients before the rollout ends
 AS_BUILT_POLICY = variant(
-    AS_BUILT, without=lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, prewarmed=False, gradients="as built"
+    AS_BUILT, without=lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, prewarmed=False, gradients=False
 )
 
 ABLATION: list[Any] = [

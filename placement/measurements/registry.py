@@ -25,7 +25,6 @@ WORDS = {
     "transfer_away": "load of weights on another node",
     "prefill": "prefill",
     "passes": "passes before the update",
-    "gradients": "early gradients",
     "score": "scoring",
     "pause": "pause for new weights",
     "around": "rollout besides decoding",
@@ -48,7 +47,6 @@ class Measurements:
         self.transfer_away = Term(0.03, 2e-9)  # weights per byte, to another node
         self.prefill = Term(0.005, 1e-5)  # per token
         self.passes = Term(0.1, 1e-5)  # per token: passes before the learner's update
-        self.gradients = Term(0.1, 1e-5)  # per token: of complete groups, beside the rollout, on one slot of each rank
         self.reshard = Term(1.0)  # of a change of the learner's ranks
         self.score = Term(0.01, 1e-4)  # per sequence
         self.pause = Term(0.1)  # of a rollout that takes new weights, besides loading and prefill
@@ -58,7 +56,6 @@ class Measurements:
         self.cost = Correction()  # slot-seconds of its leases
         self.step = Correction()  # seconds of a step
         self.moves = Trial()  # of sequences between engines, to save time
-        self.early_gradients = Trial()
         self.early_wake = Trial()  # of engines, before the update ends
         self.calls = CallTimes()  # of a step's learn phase, besides the policy's update
         self.pools = PoolTimes()  # starts and preemptions in each pool of nodes

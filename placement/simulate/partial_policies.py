@@ -193,8 +193,8 @@ def _ours(
 def _as_built(
     times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: PartialGeneration, learned: float, rollout: str
 ) -> StepRun:
-    """Simulate a step as the runtime does it: early gradients with GRPO, and only early forward passes with PPO."""
-    return elastic(times, given, plan, rollout=rollout, generate=generate, gradients=not times.ppo)
+    """Simulate a step as the runtime does it, which takes no gradients before the rollout ends, only forward passes."""
+    return elastic(times, given, plan, rollout=rollout, generate=generate, gradients=False)
 
 
 def _is_built(plan: StepPlanSettings) -> bool:
@@ -233,7 +233,7 @@ def partial_policies() -> dict[str, Policy]:
     (arXiv 2505.24298), ROLL Flash (arXiv 2510.11345) and verl's fully asynchronous trainer. `april` holds all devices
     for one phase after the other, and ends the rollout when a batch is complete (arXiv 2509.18521). Ours gives devices
     back, and lets a learner work on complete groups beside the tail. As the runtime does it, the learner keeps its size,
-    and its gradients wait for the last response with PPO. What is not built lifts both limits. `ours (ahead)` begins
+    and its gradients wait for the last response. What is not built lifts both limits. `ours (ahead)` begins
     rollouts beside the update instead, as the runtime does with `rollout.ahead`.
     """
     beside = SearchSpace(candidates_ahead, neighbours_ahead)

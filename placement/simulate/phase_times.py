@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from placement.early_gradients import early_gradient_obstacle
 from placement.simulate.setting import Setting
 from placement.speed.decode_speed import Speed
 from placement.speed.drafted_speed import DraftedSpeed
@@ -190,18 +189,6 @@ class PhaseTimes:
         engine = (s.engine_model.engine_bytes + tokens * kv) / self.width if awake else 0.0
         usable = s.phases["usable_memory"] - engine / s.device.memory_bytes
         return replace(self, trainer=replace(self.trainer, more_gradients=int(linear), usable_memory=usable, hosted=hosted))
-
-    def early_gradients(self, m: int) -> bool:
-        """Return whether the runtime takes gradients early on a learner of m devices (`placement.early_gradients`)."""
-        return (
-            early_gradient_obstacle(
-                updates=self.setting.updates,
-                critic=self.ppo,
-                whole_batch=self.ppo and self.setting.whiten,
-                sharded_weights=self.trainer.sharding(m).per_forward > 0,
-            )
-            is None
-        )
 
     def fits(self, m: int) -> bool:
         """Return whether the learner's state fits m devices."""

@@ -53,7 +53,7 @@ class StepPredictor:
         rollout = Prediction(by_model_s, phase_s, *self.predictor.terms.rollout.interval(by_model_s, INTERVAL))
         return rollout, _corrected(self.predictor.terms.cost, slot_s), _corrected(self.predictor.terms.step, step_s)
 
-    def takes(self, measure: Literal["moves", "early_gradients", "early_wake"], *, ahead: bool = False) -> bool:
+    def takes(self, measure: Literal["moves", "early_wake"], *, ahead: bool = False) -> bool:
         """Decide whether a step that wants this measure takes it: whether it pays is on trial in every run.
 
         Steps beside an update overlap with others, so they cannot be compared. They take what the planner wants. `ahead`: the measure is

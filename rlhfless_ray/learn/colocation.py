@@ -23,7 +23,6 @@ class ColocatedGroups:
     def __init__(self, context: RunContext, learner: WorkerGroup, critic: WorkerGroup | None, reference: WorkerGroup | None) -> None:
         self.context, self.learner, self.critic, self.reference = context, learner, critic, reference
         self.shares_slots = False  # engines work beside the learner: free leases are kept for them
-        self.keeps_gradients = False  # the learner has accumulated gradients: on GPU it stays on its devices
         self.update_slots = 0  # leases that the updates of the step will need at once, besides the learner's
 
     @property
@@ -42,15 +41,14 @@ class ColocatedGroups:
     def turn(self, worker_group: WorkerGroup) -> None:
         """Give the worker group its leases, first those of the groups that worked before it, and release what is not needed."""
         self.park_others([worker_group])
-        if not worker_group.working:  # on GPU it may have kept its devices, with gradients on them
+        if not worker_group.working:
             self.context.broker.staff(worker_group)
         self.release()
 
     def park_others(self, busy: Collection[WorkerGroup]) -> None:
         """Park the worker groups that hold leases, except for these."""
         for other in self.all:
-            holds = other is self.learner and self.keeps_gradients and self.context.leases.resource == "gpu"  # gradients are on its devices
-            if other not in busy and other.working and not holds:
+            if other not in busy and other.working:
                 self.context.broker.put(other.park())
 
     def release(self, keep: int = 0) -> None:
@@ -61,7 +59,7 @@ class ColocatedGroups:
 
     def resize(self, layouts: Mapping[str, RankLayout]) -> Resharding | None:
         """Give groups other layouts, by their names, between an update and the next. Returns what this took of the learner, if it did."""
-        self.keeps_gradients, found = False, None
+        found = None
         for group in self.all:
             if (layout := layouts.get(group.name, group.layout)) != group.layout:
                 self.turn(group)
@@ -112,7 +110,7 @@ class ColocatedGroups:
     def _lease_apart(self, worker_group: WorkerGroup) -> list[Lease]:
         """Make devices free where no other worker group has its state, if there are enough. Returns the other free leases, withheld.
 
-        Worker groups on one device take turns, and gradients that the learner has computed ahead occupy its devices.
+        Worker groups on one device take turns.
         """
         broker, leases, ranks = self.context.broker, self.context.leases, worker_group.ranks
         taken = {place for other in self.all for instance in other.by_rank for place in instance.slot.places}

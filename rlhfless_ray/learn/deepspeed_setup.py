@@ -79,18 +79,6 @@ def parameter_groups(model: nn.Module, decay_all: bool) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-@contextmanager
-def loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
-    """Set DeepSpeed's loss scale inside the block: ZeRO 1 and 2 divide gradients by it before they measure and clip them."""
-    if scale != 1:
-        optimizer.override_loss_scale(scale)
-    try:
-        yield
-    finally:
-        if scale != 1:
-            optimizer.custom_loss_scaler = False
-
-
 def restore_linear() -> None:
     """Undo ZeRO 3's replacement of torch's linear function, which DeepSpeed leaves in the process.
 

@@ -23,18 +23,16 @@ from rlhfless_ray.learn.compute_advantages import compute_advantages, penalized
 from rlhfless_ray.learn.gang_scheduling import homes_of
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.kl_estimators import mean_kl, token_kl
-from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
-from rlhfless_ray.learn.overlap_rules import obstacle
+from rlhfless_ray.learn.logprob_passes import StepPasses
 from rlhfless_ray.learn.rank_settings import RankLayout, auto_ranks
 from rlhfless_ray.learn.step_calls import Starts, StepCalls, passes_wanted
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe.section import AutoCount
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.types import AnySample, Sample, SampleId, Scored, Trained, UpdateStats, WeightVersion
+from rlhfless_ray.types import Sample, Scored, Trained, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
 FREE_S = 0.05  # longest wait for Ray to grant a free slot
-PROBE_TOKENS, MIN_TOKEN_S = 1000.0, 1e-9  # to read a token's part off the time of an update
 
 
 class LearnStage:
@@ -48,11 +46,6 @@ class LearnStage:
         self.plan: Decision | None = None
         self.chooses_ranks = False  # whether the number of ranks may change between steps
         self.resized: dict[str, Any] = {}  # metrics of the newest choice of ranks
-        self.obstacle = obstacle(context.recipe)
-        self.learned: dict[SampleId, Trained] = {}  # the step's samples whose gradients have been requested
-        self.refs: list[Any] = []  # references to pending gradients
-        self.tokens_ahead = 0  # of their samples
-        self.early_reason = ""  # why gradients of this step were taken ahead or not
         self.update: Pending[UpdateStats] = Pending(UpdateStats)  # of the learner, the newest one
         self._stop_waits = ExitStack()  # holds the deferral of stop signals while an update is under way
         section = context.recipe.algorithm.kl
@@ -63,30 +56,14 @@ class LearnStage:
         self.carries = context.recipe.algorithm.remainder == "carry"
         self.leftover: Batch | None = None  # samples of finished steps that filled no optimizer step
         self.kl = 0.0  # mean over the step's samples, if the KL is part of the reward
-        self.passes = StepPasses(context, worker_group, critic, reference, with_gradients=self.obstacle is None)
+        self.passes = StepPasses(context, worker_group, critic, reference)
         self.calls = StepCalls(context, self.worker_groups, self.passes, self.kl_in_reward)
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
-    def begin(self, samples: int = 0) -> None:
-        """Begin a step. Passes and gradients of its first samples may be computed before the learn phase."""
-        self.learned, self.worker_groups.keeps_gradients = {}, False
-        self.early_reason = self.obstacle or "no slot was free long enough while responses were decoded"
-        self.passes.begin(samples)
-
     @property
     def _passes(self) -> list[str]:
         return passes_wanted(self.passes, self.kl_in_reward or self.carries)
-
-    @property
-    def wants_slot(self) -> bool:
-        """Return whether a slot may have work before the learn phase."""
-        return self.obstacle is None or self.passes.waiting
-
-    def with_work(self, groups: Sequence[Sequence[Sample]], seconds: float) -> list[WorkerGroup]:
-        """Return the worker groups that would use slots now: for gradients of these complete groups or for passes, within `seconds`."""
-        gradients = self.obstacle is None and not self.refs and bool(self.choose_samples(groups, seconds))
-        return [*([self.worker_group] if gradients else []), *self.passes.with_work(seconds)]
 
     def lease_free_slots(self, worker_groups: list[WorkerGroup]) -> list[Lease]:
         """Lease a slot for each rank of the first of these worker groups that has free slots where its state is. Returns the leases.
@@ -99,65 +76,6 @@ class LearnStage:
             if homes and not worker_group.working and len(leases.with_room(homes)) == len(homes):
                 return leases.collect(leases.ask(len(homes), homes), worker_group.pool.kind, FREE_S)
         return []
-
-    def fits(self, leases: list[Lease]) -> bool:
-        """Return whether these leases are enough to accumulate gradients."""
-        return self.obstacle is None and not self.refs and self.worker_group.fits(leases)
-
-    def choose_samples(self, groups: Sequence[Sequence[AnySample]], seconds: float) -> list[AnySample]:
-        """Return complete groups whose gradients will be there within `seconds`, about a micro-batch per share at most.
-
-        Returns nothing if they fill less than half of it and would take less time than it takes to begin with them, or if the step goes
-        without on trial.
-        """
-        autoscaler, took = self.context.autoscaler, self.context.autoscaler.terms.gradients
-        begin_s, token_s = took.fixed_s, took.per_unit_s
-        if not took.records:  # as for a whole update
-            begin_s = autoscaler.learner.predict(1, 0.0)
-            token_s = (autoscaler.learner.predict(1, PROBE_TOKENS) - begin_s) / PROBE_TOKENS
-        fitting = (seconds - begin_s) / max(token_s, MIN_TOKEN_S)
-        most = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.cutter.ranks
-        ready = [group for group in groups if self.passes.has_inputs_of(group)]
-        count, tokens, full = fill_budget(
-            (sum(sample.total_tokens for sample in group) for group in ready), min(most, max(0, int(fitting)))
-        )
-        pays = 0 < tokens <= fitting and (full or 2 * tokens >= most or tokens * token_s >= begin_s)
-        if not pays and self.learned:
-            return []  # the reason is of those that were taken
-        if not ready:
-            self.early_reason = "no group was complete and scored yet"
-        elif not pays:
-            group_s = begin_s + token_s * sum(sample.total_tokens for sample in ready[0])
-            self.early_reason = f"responses had {seconds:.2g} s left, and gradients of the first group take {group_s:.2g} s"
-        elif not autoscaler.steps.takes("early_gradients"):
-            self.early_reason = f"left out, {autoscaler.terms.early_gradients.reason}"
-            return []
-        else:
-            self.early_reason = f"taken, {autoscaler.terms.early_gradients.reason}"
-        return [sample for group in ready[:count] for sample in group] if pays else []
-
-    def accumulate(self, samples: list[Scored], leases: list[Lease]) -> list[Lease]:
-        """Accumulate gradients of complete groups under some of the leases. Returns the other leases."""
-        self.worker_group.slots = self.worker_group.ranks
-        left = self.worker_group.assign_leases(leases) if not self.worker_group.working else leases
-        batch, trained = self.advantages(samples)
-        self.refs, self.tokens_ahead = self.worker_group.accumulate(batch), sum(sample.total_tokens for sample in samples)
-        self.worker_groups.keeps_gradients = True
-        self.learned |= {sample.id: sample for sample in trained}
-        return left
-
-    def pending(self) -> list[Any]:
-        return [*self.worker_group.pending(self.refs), *self.passes.pending()]
-
-    def done_ahead(self, wait: bool = False) -> list[Lease]:
-        """Collect finished gradients, and return their leases. On GPU the learner keeps them, because gradients are on its devices."""
-        leases = self.passes.collect(wait)
-        if not self.refs or (self.worker_group.pending(self.refs) and not wait):
-            return leases
-        if took_s := self.worker_group.wait_for_gradients(self.refs):
-            self.context.autoscaler.terms.gradients.observe(self.tokens_ahead, took_s)
-        self.refs = []
-        return [*leases, *(self.worker_group.park() if self.context.leases.resource == "cpu" else [])]
 
     def pass_beside(self, seconds: float) -> None:
         """Once the update under way has ended, compute log-probabilities of finished samples of the rollout that works beside it.
@@ -185,20 +103,19 @@ class LearnStage:
     # ---- the phase --------------------------------------------------------------------------------------------
 
     def advantages(self, answers: Sequence[Scored]) -> tuple[Batch, list[Trained]]:
-        """Return the learner's batch of whole groups, without samples that have no reward or were learned ahead, and all samples.
+        """Return the learner's batch of whole groups, without samples that have no reward, and all samples.
 
         Call it inside the phase. Reference, learner and critic first compute what the update needs of the batch.
         """
         recipe = self.context.recipe
-        samples = [sample for sample in answers if sample.id not in self.learned]
-        rewards = np.array([np.nan if s.reward is None else s.reward for s in samples])
+        rewards = np.array([np.nan if s.reward is None else s.reward for s in answers])
         known = np.isfinite(rewards)
-        learned = [sample for sample, scored in zip(samples, known, strict=True) if scored]
+        learned = [sample for sample, scored in zip(answers, known, strict=True) if scored]
         batch = batch_of(learned, recipe.rollout.samples_per_prompt)
         if recipe.rollout.max_lag_steps:
             batch = replace(batch, lags=lags_of(learned, self.number - 1))
-        lengths = np.array([len(s.completion.token_ids) for s in samples], np.int64)
-        mask = mask_of([s.action_mask for s in samples], lengths.tolist())
+        lengths = np.array([len(s.completion.token_ids) for s in answers], np.int64)
+        mask = mask_of([s.action_mask for s in answers], lengths.tolist())
         scored_tokens: np.ndarray | slice = slice(None)  # all, as nearly always
         if mask is not None or not known.all():
             scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
@@ -214,7 +131,7 @@ class LearnStage:
         batch = replace(batch, **passed)  # type: ignore[arg-type]
         if batch.values is not None:
             extra["values"] = _spread(batch.values, scored_tokens, tokens)
-        truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
+        truncated = np.array([s.completion.finish_reason == "length" for s in answers], bool)
         advantages, returns, earned = compute_advantages(
             recipe.algorithm,
             recipe.reward,
@@ -229,14 +146,14 @@ class LearnStage:
         written = lengths if mask is None else counts_of(mask, lengths)
         sums = np.concatenate([[0.0], np.cumsum(_spread(advantages[scored_tokens], scored_tokens, tokens))])[np.cumsum(lengths)]
         means = np.diff(sums, prepend=0.0) / np.maximum(written, 1)
-        trained = dict(self.learned)
-        for sample, scored, mean, sum_of, reward in zip(samples, known, means, earned, after, strict=True):
+        trained = []
+        for sample, scored, mean, sum_of, reward in zip(answers, known, means, earned, after, strict=True):
             of_update = {"advantage": float(mean), "earned": float(sum_of), "penalized": float(reward)} if scored else {}
-            trained[sample.id] = Trained(**vars(sample) | of_update)
+            trained.append(Trained(**vars(sample) | of_update))
         by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
         of_tokens = {name: x[scored_tokens].astype(np.float32) for name, x in by_token.items()}
         batch = replace(batch, kl_coefficient=self.controller.coefficient, **of_tokens)  # type: ignore[arg-type]
-        return batch, [trained[sample.id] for sample in answers]
+        return batch, trained
 
     @contextmanager
     def phase(self, samples: Sequence[Sample]) -> Iterator[None]:
@@ -244,7 +161,7 @@ class LearnStage:
         context, self.passes_s = self.context, 0.0
         with context.phases.phase("learn"):
             self.plan = context.autoscaler.size_learner(samples, self.worker_groups.shares_slots)
-            context.broker.put(self.done_ahead(wait=True))
+            context.broker.put(self.passes.collect(wait=True))
             if context.leases.resource == "cpu":  # every slot is a thread; on GPU a rank has one device
                 for worker_group in self.worker_groups.all:
                     worker_group.slots = worker_group.ranks * self.plan.actors

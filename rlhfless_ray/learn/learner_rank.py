@@ -14,9 +14,8 @@ from torch import Tensor
 from rlhfless_ray.learn.importance import correction_weights, importance_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel
-from rlhfless_ray.learn.losses import clipped_loss, mean_divisor, sequence_ratios, token_ratios, token_weights
+from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
-from rlhfless_ray.learn.overlap_rules import inexact
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_divided, load_model, rounding_noise
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.rank_state import Former
@@ -44,7 +43,6 @@ class LearnerRank:
         self.trainer = TrainerRank(settings)
         self.device = self.trainer.device
         self.sharing: PromptSharing | None = None
-        self.early: _Sums | None = None  # sums over groups whose gradients were accumulated before their step was complete
         self.base: BaseModel | None = None  # the reference model, if only adapters are trained
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -66,8 +64,8 @@ class LearnerRank:
             self.base = BaseModel(self.trainer.engine, self.trainer.lora)
 
     def close(self) -> Former:
-        """See `TrainerRank.close`. Gradients that were accumulated for the next step are dropped."""
-        self.base = self.early = None
+        """See `TrainerRank.close`."""
+        self.base = None
         return self.trainer.close()
 
     # ---- the update -------------------------------------------------------------------------------------------
@@ -80,37 +78,8 @@ class LearnerRank:
 
     def update(self, share: Share) -> UpdateStats:
         """Make the optimizer steps of one rollout batch, of which this rank has its share."""
-        if self.early is not None:
-            return self._finish_early(share)
         old = self._old(share)
         return merged([self._step(share, step, old) for step in share.steps] or [without_steps(UpdateStats, len(share))])
-
-    def accumulate(self, share: Share) -> None:
-        """Accumulate gradients of complete groups while other groups of their step are still generated.
-
-        `update` with the other groups then makes the optimizer step. Gradients add up and are divided by the step's tokens (or
-        sequences) once these are known, so the step equals that of the whole batch up to rounding. Raises ValueError for recipes
-        for which this does not hold.
-        """
-        if reason := inexact(self.algorithm, self.learner, self.settings.lora):
-            raise ValueError(reason)
-        if len(share):
-            sums = self._unscaled(share)
-            self.early = sums if self.early is None else self.early.plus(sums)
-
-    def _finish_early(self, share: Share) -> UpdateStats:
-        assert self.early is not None
-        total, self.early = self.early, None
-        if len(share):
-            total = total.plus(self._unscaled(share))
-        return self._apply(total, 1 / max(total.divisor, 1.0))
-
-    def _unscaled(self, share: Share) -> _Sums:
-        """Accumulate gradients over the whole batch, with weights that do not depend on the rest of the step."""
-        (step,) = share.steps
-        lengths = torch.from_numpy(share.response_lengths)
-        divisor = mean_divisor(lengths, self.algorithm.loss_mean)
-        return self._backward(share, step, None, self._weights(lengths)[:, share.indices] * divisor, divisor)
 
     def _weights(self, lengths: Tensor) -> np.ndarray:
         """Return the weights of each sequence's tokens in the policy loss, and in KL loss and entropy bonus: (2, sequences) float64."""
@@ -159,13 +128,10 @@ class LearnerRank:
         lengths = torch.from_numpy(share.response_lengths[step.indices])
         weight_of = np.zeros((2, len(share)))
         weight_of[:, step.indices] = self._weights(lengths)
-        return self._apply(self._backward(share, step, old, weight_of[:, share.indices], 1.0), 1.0)
+        return self._apply(self._backward(share, step, old, weight_of[:, share.indices]))
 
-    def _backward(self, share: Share, step: ShareStep, old: Tensor | None, weight_of: np.ndarray, divisor: float) -> _Sums:
-        """Add the gradients of a step's sequences.
-
-        `weight_of` (2, sequences of the share): see `_weights`. `divisor`: the weights are divided by it at the end.
-        """
+    def _backward(self, share: Share, step: ShareStep, old: Tensor | None, weight_of: np.ndarray) -> _Sums:
+        """Add the gradients of a step's sequences. `weight_of` (2, sequences of the share): see `_weights`."""
         batch = share.batch
         weights = torch.from_numpy(weight_of).float().to(self.device)
         tokens = {name: torch.from_numpy(x).to(self.device) for name, x in (("advantages", batch.advantages), ("drawn", batch.logprobs))}
@@ -189,13 +155,12 @@ class LearnerRank:
 
         self.trainer.accumulate(batch, step.cuts, loss_of, numbers=share.indices)
         lengths = share.response_lengths[step.indices]
-        return _Sums(sums, max_mismatch, int(lengths.sum()), int((lengths > 0).sum()), divisor)
+        return _Sums(sums, max_mismatch, int(lengths.sum()), int((lengths > 0).sum()))
 
-    def _apply(self, accumulated: _Sums, scale: float) -> UpdateStats:
-        """Make the optimizer step with the accumulated gradients. `scale`: factor of gradients and weighted sums."""
+    def _apply(self, accumulated: _Sums) -> UpdateStats:
+        """Make the optimizer step with the accumulated gradients."""
         sums, max_mismatch = self.trainer.over_ranks(accumulated.sums), self.trainer.over_ranks(accumulated.max_mismatch, largest=True)
-        update = self.trainer.update(bool(torch.isfinite(sums[0])), scale)
-        sums[:WEIGHTED] *= scale
+        update = self.trainer.update(bool(torch.isfinite(sums[0])))
         divergence, of_lag = sums[len(SUMS) :].view(2, LAGS)
         sums[WEIGHTED : len(SUMS)] /= accumulated.tokens  # statistics are means over tokens, whatever the loss averages over
         named = dict(zip(SUMS, sums[: len(SUMS)].tolist(), strict=True))
@@ -287,8 +252,6 @@ class LearnerRank:
     # ---- between updates --------------------------------------------------------------------------------------
 
     def leave_device(self) -> list[Span]:
-        if self.early is not None:
-            raise RuntimeError("the learner holds gradients of an incomplete step, which would be lost with its device")
         return self.trainer.leave_device()
 
     def return_to_device(self) -> list[Span]:
@@ -303,9 +266,3 @@ class _Sums:
     max_mismatch: torch.Tensor
     tokens: int  # of the whole batch
     sequences: int  # of the whole batch, that have tokens
-    divisor: float  # by which the loss weights are divided at the end
-
-    def plus(self, other: _Sums) -> _Sums:
-        max_mismatch = torch.maximum(self.max_mismatch, other.max_mismatch)
-        counts = self.tokens + other.tokens, self.sequences + other.sequences
-        return _Sums(self.sums + other.sums, max_mismatch, *counts, self.divisor + other.divisor)

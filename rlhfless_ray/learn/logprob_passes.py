@@ -157,16 +157,7 @@ class Passes:
 class StepPasses:
     """The passes of reference, learner and critic that the recipe needs."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        worker_group: WorkerGroup,
-        critic: WorkerGroup | None,
-        reference: WorkerGroup | None,
-        *,
-        with_gradients: bool,
-    ) -> None:
-        """`with_gradients`: gradients are computed ahead too, and with them the log-probabilities that they need."""
+    def __init__(self, context: RunContext, worker_group: WorkerGroup, critic: WorkerGroup | None, reference: WorkerGroup | None) -> None:
         recipe = context.recipe
         self.obstacle = passes_obstacle(recipe)
         beside_updates = recipe.rollout.rolls_out_ahead  # engines and learner hold all slots then, so no other worker group gets one
@@ -177,7 +168,7 @@ class StepPasses:
         if reference is not None:
             self.reference = Passes(context, reference, calls.REFERENCE, "reference", ("reference",), others_ahead)
         samples = recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
-        names = () if with_gradients else passes(recipe.algorithm, recipe.lora, samples, apart=recipe.has_reference)
+        names = passes(recipe.algorithm, recipe.lora, samples, apart=recipe.has_reference)
         if names:
             self.logprobs = Passes(context, worker_group, calls.OLD, "logprobs", names, self.obstacle is None)
         if critic is not None:
@@ -186,10 +177,6 @@ class StepPasses:
     @property
     def each(self) -> list[Passes]:
         return [kind for kind in (self.reference, self.logprobs, self.values) if kind is not None]
-
-    def has_inputs_of(self, samples: Sequence[Sample]) -> bool:
-        """Return whether the results of other worker groups that these samples' gradients need are there."""
-        return self.reference is None or all(sample.id in self.reference.known for sample in samples)
 
     def begin(self, samples: int) -> None:
         for kind in self.each:

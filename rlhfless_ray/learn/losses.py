@@ -75,12 +75,7 @@ def token_weights(lengths: Tensor, mean: str) -> Tensor:
     arXiv 2402.03300, equation 3). Weights are computed over the whole step before it is divided, so neither ranks nor micro-batches
     change the loss.
     """
-    divisor = max(mean_divisor(lengths, mean), 1.0)
+    divisor = max(float((lengths if mean == "token" else lengths > 0).sum()), 1.0)  # action tokens, or sequences that have some
     if mean == "token":
         return torch.full_like(lengths, 1.0 / divisor, dtype=torch.float64)
     return 1.0 / (lengths.double().clamp(min=1) * divisor)
-
-
-def mean_divisor(lengths: Tensor, mean: str) -> float:
-    """Return what a loss is divided by: the number of action tokens, or of sequences that have some. Arguments as in `token_weights`."""
-    return float((lengths if mean == "token" else lengths > 0).sum())

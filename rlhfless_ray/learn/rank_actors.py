@@ -187,9 +187,6 @@ class LearnerActor(RankActor):
         by_name, spans = timed(lambda: self.rank.logprobs(share, names), "work", "log-probabilities", threads)
         return by_name, share.spans, spans
 
-    def accumulate(self, share: Share, threads: int) -> list[Span]:
-        return timed(lambda: self.rank.accumulate(share), "work", "accumulate", threads)[1]
-
     def agreement(self, share: Share, threads: int, temperature: float, top_p: float, top_k: int = 0, noisy: bool = False) -> PassReply:
         logprobs, spans = timed(lambda: self.rank.agreement(share, temperature, top_p, top_k, noisy), "work", "check agreement", threads)
         return {"agreement": logprobs}, share.spans, spans

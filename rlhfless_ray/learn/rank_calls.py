@@ -36,7 +36,7 @@ class RankCalls:
 
     def ask(self, what: str, batch: Batch, *more: object) -> list[Any]:
         """Call method `what` of every rank with its share of the batch. Returns references for `wait_for_values`."""
-        cut = {"update": self.cutter.of_update, "accumulate": self.cutter.of_gradients}.get(what, self.cutter.of_pass)
+        cut = self.cutter.of_update if what == "update" else self.cutter.of_pass
         if what in ("reference", "values"):  # their routers choose by themselves
             batch = replace(batch, experts=None)
         shares = cut(batch)

@@ -47,8 +47,8 @@ class Recovery:
         self.is_final = False  # the ranks have worked on a batch that was not kept: a lost learner cannot be restored
         self.complete: Snapshot = None  # the newest complete snapshot; None: the policy's files are the state
         self.load: Callable[[], StoredFiles] | None = None  # finds the snapshot if it is on disk
-        self.since: list[tuple[str, Batch]] = []  # "accumulate" and "update" calls after the snapshot
-        self.pending: tuple[int, list[Any], list[Any]] | None = None  # pending snapshot: calls before it, references to wait for, its state
+        self.since: list[Batch] = []  # of the updates after the snapshot
+        self.pending: tuple[int, list[Any], list[Any]] | None = None  # pending snapshot: updates before it, what to wait for, its state
         self.restarts = self.redone = 0
         self.seconds = 0.0  # spent on restoring lost learners
         self.reported: tuple[float, ...] = 0, 0, 0.0  # the three values above at the last metrics
@@ -57,12 +57,12 @@ class Recovery:
     @property
     def updates(self) -> int:
         """Number of updates since the newest snapshot, pending ones included."""
-        return sum(what == "update" for what, _ in self.since[self.pending[0] if self.pending else 0 :])
+        return len(self.since) - (self.pending[0] if self.pending else 0)
 
-    def record(self, what: str, batch: Batch) -> None:
-        """Remember that the ranks got a batch to "accumulate", or finished an "update" with it."""
+    def record(self, batch: Batch) -> None:
+        """Remember that the ranks finished an update with this batch."""
         if self.keeps_batches:
-            self.since.append((what, batch))
+            self.since.append(batch)
         else:
             self.is_final = True
 
@@ -86,7 +86,7 @@ class Recovery:
         """Make the pending snapshot the newest one if it is complete. Waits at most this many seconds for it."""
         if self.pending is None:
             return
-        calls, refs, state = self.pending
+        updates, refs, state = self.pending
         if len(ray.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)[0]) < len(refs):
             return
         self.pending = None
@@ -98,7 +98,7 @@ class Recovery:
                 self.say(f"a snapshot of the learner's state failed: {reason_of(error)}")
             return
         self.complete = stored(state, costs)
-        del self.since[:calls]
+        del self.since[:updates]
 
     def saved(self, load: Callable[[], StoredFiles]) -> None:
         """Restart from a checkpoint of the current state, which `load` finds, unless snapshots are kept in memory."""

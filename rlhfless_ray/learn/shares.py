@@ -86,10 +86,6 @@ class Cutter:
         """Cut a forward pass over the batch."""
         return self._shares(batch, [], needs_old=True)
 
-    def of_gradients(self, batch: Batch) -> list[Share]:
-        """Cut backward passes over the whole batch that a later update completes."""
-        return self._shares(batch, [np.arange(len(batch))] if len(batch) else [])
-
     def of_update(self, batch: Batch) -> list[Share]:
         """Cut an update into its optimizer steps."""
         assert self.algorithm is not None

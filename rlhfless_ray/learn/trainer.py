@@ -46,8 +46,8 @@ class Trainer(Protocol):
     def accumulate(self, batch: Batch, cuts: Sequence[MicroBatch], loss_of: Callable[[dict[str, Tensor], MicroBatch], Tensor]) -> None:
         """Add the gradients of micro-batches. Each is a part of the whole step's loss, and the parts of all ranks add up."""
 
-    def update(self, loss_is_finite: bool, scale: float = 1.0) -> OptimizerStep:
-        """Scale and clip the accumulated gradients and make an optimizer step, unless loss or gradient is not finite."""
+    def update(self, loss_is_finite: bool) -> OptimizerStep:
+        """Clip the accumulated gradients and make an optimizer step, unless loss or gradient is not finite."""
 
     def weights(self, place: int | None = None, count: int | None = None) -> Mapping[str, Any]:
         """Return this rank's slices of the weights that engines get, by their names in a file."""

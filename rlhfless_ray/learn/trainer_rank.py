@@ -19,7 +19,6 @@ from rlhfless_ray.learn.deepspeed_setup import (
     deepspeed_config,
     divide_parameters,
     import_muon,
-    loss_scale,
     parameter_groups,
     restore_linear,
     skipped_step,
@@ -264,16 +263,14 @@ class TrainerRank:
             section.schedule, done, self.settings.optimizer_steps, section.learning_rate, section.warmup_share, section.min_rate_share
         )
 
-    def update(self, loss_is_finite: bool, scale: float = 1.0) -> OptimizerStep:
-        """Scale and clip the accumulated gradients and make an optimizer step, unless loss or gradient is not finite."""
+    def update(self, loss_is_finite: bool) -> OptimizerStep:
+        """Clip the accumulated gradients and make an optimizer step, unless loss or gradient is not finite."""
         learning_rate = self.rate()
         for group in plain_optimizer(self.engine).param_groups:
             group["lr"] = learning_rate
         if self.stage == 0:
             if self.ranks > 1:
                 self.engine.buffered_allreduce_fallback()
-            if scale != 1:
-                torch._foreach_mul_([p.grad for p in self.engine.module.parameters() if p.grad is not None], scale)
             norm = self._clip()
             applied = loss_is_finite and math.isfinite(norm)
             if applied:
@@ -282,7 +279,7 @@ class TrainerRank:
                 self.engine.zero_grad()
         else:  # DeepSpeed's ZeRO optimizers clip, and skip the step if the norm is not finite
             zero = self.engine.optimizer
-            with loss_scale(zero, 1 / scale), nullcontext() if loss_is_finite else skipped_step(zero), self._threads():
+            with nullcontext() if loss_is_finite else skipped_step(zero), self._threads():
                 self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             applied = bool(self.engine.was_step_applied())

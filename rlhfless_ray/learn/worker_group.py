@@ -208,12 +208,11 @@ class WorkerGroup(RankCalls):
         for instance in list(self.pool.parked):  # prewarmed on other slots than the leased ones
             self.pool.end(instance)
         self.load_model(self.recovery.newest())
-        for what, batch in self.recovery.since:
-            replies = self.wait_for(self.ask(what, batch), f"the {self.name}'s lost work")
-            self.record_spans(reply[1] if what == "update" else reply for reply in replies)
-            if what == "update":
-                self._count(replies[0][0])
-                self.recovery.redone += 1
+        for batch in self.recovery.since:
+            replies = self.wait_for(self.ask("update", batch), f"the {self.name}'s lost work")
+            self.record_spans(spans for _, spans in replies)
+            self._count(replies[0][0])
+            self.recovery.redone += 1
         self.recovery.seconds += time.monotonic() - began_s
 
     def call(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
@@ -292,7 +291,7 @@ class WorkerGroup(RankCalls):
         return replace(begun, result=lambda: self._updated(batch, begun.result()))
 
     def _updated(self, batch: Batch, replies: list[Any]) -> Any:
-        self.recovery.record("update", batch)
+        self.recovery.record(batch)
         self.weights.wait_until_read()  # it ended before the update began
         self.record_spans(spans for _, spans in replies)
         self.call_s = slowest_s(spans for _, spans in replies)
@@ -332,35 +331,15 @@ class WorkerGroup(RankCalls):
         self.call_s = slowest_s(spans for *_, spans in replies)
         return self.joined(replies)
 
-    def accumulate(self, batch: Batch) -> list[Any]:
-        """Accumulate gradients of a part of a step on every rank. Returns references for `wait_for_gradients`."""
-        self.recovery.record("accumulate", batch)
-        return self.ask("accumulate", batch)
-
-    def wait_for_gradients(self, refs: list[Any]) -> float | None:
-        """Wait for gradients. The ranks keep their leases. Returns the slowest rank's seconds, or None if a rank was lost.
-
-        Its successor accumulates again when it gets leases.
-        """
-        if not (replies := self._replies_or_lost(refs, "gradients")):
-            return None
-        self.record_spans(replies)
-        return slowest_s(replies)
-
     def wait_for_values(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
         """Wait for replies to `ask`. Returns them with the slowest rank's seconds, or None if a rank was lost: then call `ask` again."""
-        if not (replies := self._replies_or_lost(refs, what)):
+        try:
+            replies = self.wait_for(refs, f"the {self.name}'s {what}")
+        except LearnerLost as lost:
+            self.handle_loss(lost)
             return None
         self.record_spans(spans for *_, spans in replies)
         return self.joined(replies), slowest_s(spans for *_, spans in replies)
-
-    def _replies_or_lost(self, refs: list[Any], what: str) -> list[Any]:
-        """Return the replies, or an empty list if a rank was lost."""
-        try:
-            return self.wait_for(refs, f"the {self.name}'s {what}")
-        except LearnerLost as lost:
-            self.handle_loss(lost)
-            return []
 
     def start_snapshot(self) -> None:
         """Start a snapshot of the current state if one is due. Does not wait, and needs no lease."""

@@ -175,7 +175,7 @@ def fit_update(job: J, find_room: Callable[[], Room]) -> Fit[J]:
     tried_too = f", also with {chosen(changed)}" if chosen(changed) else ""
     advice = advise(job, room, lambda changed: _may_fit(changed, room), _smaller(job))
     problem = f"{short.key}: {room.shortage(short)}{tried_too}; {advice}"
-    if isinstance(job, RunMemory) and set(auto) - {"overlap"}:
+    if isinstance(job, RunMemory) and auto:
         raise DoesNotFit(problem)
     return replace(fitted(changed, needs), note=f"the memory may not be enough: {problem}")
 
@@ -203,8 +203,7 @@ def _choices(job: J, room: Room) -> Iterator[J]:
     """Yield the job with each choice of the settings that are `auto`, in order of the time they cost."""
     auto = job.auto
     for choice in peak_memory.choices(may_offload=room.on_gpu and job.recipe.learner.zero_stage > 0):
-        if "overlap" in job.auto_keys or choice.overlap == "auto":
-            yield job.with_update(auto, choice)
+        yield job.with_update(auto, choice)
 
 
 def _of_updates(needs: list[Need]) -> list[Need]:

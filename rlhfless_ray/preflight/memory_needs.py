@@ -30,7 +30,6 @@ Settings = JsonObject  # values by recipe key
 AUTO_KEYS = {  # of section `learner`, with the field of `UpdateSettings` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
     "gradient_checkpointing": "checkpointing",
-    "overlap": "overlap",
     "optimizer_offload": "offload",
 }
 Parts = tuple[tuple[str, int], ...]  # (name, bytes) of what is held at the same time

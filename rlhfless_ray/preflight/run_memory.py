@@ -13,7 +13,6 @@ from placement.drafting.acceptance import MODEL_SEQUENCES
 from placement.peak_memory import MicroBatch
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.model_checks import refusal
-from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
 from rlhfless_ray.preflight.memory_needs import CPU, GPU, UNREAD, JobMemory, Lengths, Need, Parts, Room, Settings, TrainedModel
@@ -32,7 +31,7 @@ class RunMemory(JobMemory):
 
     recipe: Recipe
     lengths: Lengths = UNREAD
-    auto_keys: ClassVar = ("micro_batch_tokens", "gradient_checkpointing", "overlap", "optimizer_offload")
+    auto_keys: ClassVar = ("micro_batch_tokens", "gradient_checkpointing", "optimizer_offload")
 
     @classmethod
     def of(cls, recipe: Recipe, lengths: Lengths = UNREAD, *, fetch: bool = True, policy: tuple[JsonObject, int] | None = None) -> Self:
@@ -254,9 +253,9 @@ class RunMemory(JobMemory):
     def _engines_beside_update(self, engines: int, slots: int) -> int:
         """Return how many of `engines` engines may work while gradients are computed."""
         ranks, rollout = self.recipe.learner.ranks, self.recipe.rollout
-        if rollout.rolls_out_ahead:  # the learner holds at least one slot per rank at the same time
-            return min(engines, max(rollout.min_actors, (slots - ranks) // rollout.least_width))
-        return 0 if obstacle(self.recipe) else max(0, engines - ranks)  # a rank takes the slot of an engine that has finished
+        if not rollout.rolls_out_ahead:
+            return 0
+        return min(engines, max(rollout.min_actors, (slots - ranks) // rollout.least_width))  # the learner holds a slot per rank or more
 
     def _micro_batch(self, ranks: int, *, has_logits: bool = True) -> MicroBatch:
         """Return the largest micro-batch of a rank, where every response is as long as it may be."""

@@ -87,12 +87,10 @@ class LearnerConfig(Section):
     reference, for the model families that are tested. The update is the same to rounding. `off`: a copy of the prompt for each
     response."""
     overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
-    """Score samples and accumulate gradients of complete groups on released slots while other responses still decode. Gradients go
-    ahead only if the update is then the same to rounding: one per step, ZeRO 0, 1 or 2. Passes for finished samples also go ahead:
-    the reference's log-probabilities, and if gradients cannot, the old log-probabilities and the critic's values. With partial
-    rollouts this is done for groups that the step will certainly train on, also on slots that no engine needs. One step
-    off, the learner makes only its own passes, on its own slots after its update has ended. A run sets it to `off` if an update beside
-    engines is predicted not to fit the memory. `off`: the learner waits for the rollout."""
+    """Make the passes before the update on released slots while other responses still decode, for finished samples: log-probabilities
+    of reference and policy, and the critic's values. With partial rollouts this is done for groups that the step will certainly
+    train on, also on slots that no engine needs. One step off, the learner makes only its own passes, on its own slots after its
+    update has ended. `off`: the passes wait for the rollout."""
     gradient_checkpointing: SwitchOrAuto = "auto"
     """Recompute activations in the backward pass instead of keeping them: less memory, more time. `auto`: only if no micro-batch
     of 1024 tokens or more fits the memory otherwise."""

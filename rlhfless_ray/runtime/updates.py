@@ -34,11 +34,9 @@ class Updates:
     def score(self, step: Step, rewards: Rewards | None = None) -> list[Scored]:
         """Score the step's samples, and replace groups without a learning signal. Returns the samples to learn from.
 
-        `rewards`: called with scored samples. What it returns replaces their rewards. Needs `learner.overlap: off`.
+        `rewards`: called with scored samples. What it returns replaces their rewards.
         """
         step.check("updates.score", StepProgress.TAKEN)
-        if rewards is not None:
-            self._check_own("updates.score", "rewards")
 
         def score(samples: Sequence[Sample]) -> list[Scored]:
             with self.stages.accounted("score", self.stages.score.phase()):
@@ -69,7 +67,7 @@ class Updates:
     def advantages(self, step: Step, values: Sequence[float] | None = None) -> Batch:
         """Return the learner's batch, with the advantages of the recipe's estimator.
 
-        `values`: advantages of the step's samples, in place of the recipe's. Needs `learner.overlap: off`.
+        `values`: advantages of the step's samples, in place of the recipe's.
         """
         step.check("updates.advantages", StepProgress.LEARNING)
         recipe, samples = self.stages.context.recipe, step.scored
@@ -85,7 +83,6 @@ class Updates:
         if values is None:
             step.samples = trained
             return batch
-        self._check_own("updates.advantages", "advantages")
         found = _checked("updates.advantages", samples, values)
         is_trained = [sample.reward is not None for sample in samples]  # others are not trained on
         step.samples = [
@@ -124,13 +121,6 @@ class Updates:
         self.session.weights = self.stages.learn.publish(step.number)
         self.stages.context.broker.check("publish", self.stages.pools())
         step.progress = StepProgress.PUBLISHED
-
-    def _check_own(self, verb: str, what: str) -> None:
-        if self.stages.learn.obstacle is None:
-            raise UserError(
-                f"{verb}: own {what} need learner.overlap=off, because gradients are otherwise computed during the rollout with the "
-                f"{what} of the recipe"
-            )
 
 
 def _checked(verb: str, samples: Sequence[Sample], values: Sequence[float | None]) -> list[float | None]:

@@ -1,7 +1,7 @@
-"""Score and train while engines still generate, so that less is left to do after the rollout.
+"""Score while engines still generate, so that less is left to do after the rollout.
 
-Finished samples are scored as they arrive, and the passes before the update (reference, learner, critic) are computed for them. Gradients
-of complete, scored groups are accumulated if that is exact (`learn/overlap_rules.py`). All of it takes slots that engines have left.
+Finished samples are scored as they arrive, and the passes before the update (reference, learner, critic) are computed for them, on slots
+that engines have left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhfless_ray.rollout.events import Event, RolloutProgress, RoomNeeded, Samp
 from rlhfless_ray.rollout.live_rollout import Plugin
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.step.rollout_batch import RolloutBatch
-from rlhfless_ray.types import Sample, SampleId, Scored
+from rlhfless_ray.types import Sample
 
 ASK_S = 1.0  # pause after a request for free slots got none that fit, because each request waits for up to `FREE_S`
 LOOK_SHARE, PAUSE_S = 0.1, 0.05  # share of the driver's time for looks, whose forecasts visit every response; longest pause after one
@@ -52,14 +52,13 @@ class EarlyWork(Plugin):
             drafters: are trained on leases that scoring and learning do not need now.
             handover_s: time until another process works under the lease of an engine.
         """
-        self.scoring, self.learning, self.broker, self.batch, self.count = scoring, learning, broker, batch, batch.count
+        self.scoring, self.learning, self.broker, self.batch = scoring, learning, broker, batch
         self.beside_update, self.drafters, self.handover_s = beside_update, drafters, handover_s
         if not beside_update:
             scoring.begin(batch.quota * batch.count)
-        learning.begin(batch.quota * batch.count)
+        learning.passes.begin(batch.quota * batch.count)
         self.unscored: list[Sample] = []
-        self.by_group: dict[SampleId, list[SampleId]] = {}  # samples submitted for scoring whose gradients are not accumulated yet
-        self.scored = self.learned = 0
+        self.scored = 0
         self.finished = {sample.id: sample for key, sample in batch.samples.items() if not batch.unfinished[key]}
         self.complete = 0  # number of complete groups at the last look
         self.settled: set[int] = set()  # settled groups that were admitted
@@ -113,7 +112,7 @@ class EarlyWork(Plugin):
         """Return whether one more slot would have work."""
         if self.beside_update or self.broker.free:
             return False
-        return bool(self.unscored) or self.learning.wants_slot or any(drafter.wants_slot for drafter in self.drafters)
+        return bool(self.unscored) or self.learning.passes.waiting or any(drafter.wants_slot for drafter in self.drafters)
 
     def _make_room(self, within_s: float) -> None:
         """Release the slots that engines have left, even if the next phase needs them, and wait for the work on them.
@@ -132,7 +131,7 @@ class EarlyWork(Plugin):
     # ---- work -----------------------------------------------------------------------------------------------------
 
     def refs(self) -> list[Ref]:
-        return [*self.scoring.refs(), *self.learning.pending(), *(ref for drafter in self.drafters for ref in drafter.refs())]
+        return [*self.scoring.refs(), *self.learning.passes.pending(), *(ref for drafter in self.drafters for ref in drafter.refs())]
 
     def poll(self, seconds: float) -> None:
         """Collect finished work and start more. `seconds`: time for which engines will continue."""
@@ -146,7 +145,7 @@ class EarlyWork(Plugin):
             self.ask_at_s = time.monotonic() + ASK_S
 
     def _work(self, seconds: float) -> None:
-        given_back = [*self.scoring.done_ahead(), *self.learning.done_ahead()]  # may also put leases of lost ranks into the broker
+        given_back = [*self.scoring.done_ahead(), *self.learning.passes.collect()]  # may also put leases of lost ranks into the broker
         given_back += [lease for drafter in self.drafters for lease in drafter.done_ahead()]
         # A pool would wait for another slot instead of one whose node is lost or drained, and engines may hold every other slot.
         leases = self.broker.leases.without_lost([*self.broker.take(), *given_back])
@@ -154,15 +153,6 @@ class EarlyWork(Plugin):
             samples, self.unscored = self.unscored, []
             leases = self.scoring.score_ahead(samples, leases)
             self.scored += len(samples)
-            for sample in samples:
-                self.by_group.setdefault(sample.id.group(self.count), []).append(sample.id)
-        if self.learning.fits(leases):
-            chosen = self.learning.choose_samples(self._scored_groups(), seconds)
-            for sample in chosen:
-                self.by_group.pop(sample.id.group(self.count), None)
-            if chosen:
-                leases = self.learning.accumulate(chosen, leases)
-                self.learned += len(chosen)
         if leases:
             leases = self.learning.passes.start_ahead(leases, seconds)
         for drafter in self.drafters:
@@ -173,18 +163,11 @@ class EarlyWork(Plugin):
         """Take free slots of the cluster if there is work for them that ends within `seconds`. Returns the leases, or None without work."""
         if self.broker.free or self.scoring.refs() or time.monotonic() < self.ask_at_s:
             return None
-        unscored = [self.unscored[at : at + self.count] for at in range(0, len(self.unscored), self.count)]  # whole groups are admitted
-        if not (worker_groups := self.learning.with_work([*self._scored_groups(), *unscored], seconds)):
+        if not (worker_groups := self.learning.passes.with_work(seconds)):
             return None
         leases = self.learning.lease_free_slots(worker_groups)
         self.broker.put(leases)
         return leases
-
-    def _scored_groups(self) -> list[list[Scored]]:
-        """Return the complete groups that are scored and whose gradients are not accumulated yet."""
-        scored = self.scoring.scored
-        groups = [[scored[name] for name in names if name in scored] for names in self.by_group.values()]
-        return [group for group in groups if len(group) == self.count]
 
     def finish(self) -> None:
         """End the drafters' training, which may not outlive the rollout. Passes may: waiting for one could replace a lost learner."""
@@ -193,12 +176,7 @@ class EarlyWork(Plugin):
 
     def report(self) -> JsonObject:
         """Return the step's metrics of this work."""
-        counts = {
-            "overlap/scored": self.scored,
-            "overlap/learned": self.learned,
-            "overlap/obstacle": self.learning.obstacle or "",
-            "overlap/reason": self.learning.early_reason,
-        }
+        counts: JsonObject = {"overlap/scored": self.scored}
         for drafter in self.drafters:
             counts |= drafter.metrics()
         return counts | self.learning.passes.metrics()

@@ -271,7 +271,7 @@ class RolloutSession:
     def _roll_out(self, step: Step) -> None:
         """Generate a step's missing responses under the newest weights. Beside an update it may end before they are complete."""
         step.prefixes = self._prefill(step)
-        with self._phase(step.plan):  # also scores and accumulates gradients on slots that engines have left
+        with self._phase(step.plan):  # also scores on slots that engines have left
             self._generate(step)
 
     def _prefill(self, step: Step) -> StepPrefixes | None:
@@ -340,7 +340,7 @@ class RolloutSession:
     on_samples: OnSamples = staticmethod(lambda new: None)  # called with samples as they finish
 
     def _early_work(self, step: Step) -> list[EarlyWork]:
-        """Return what scores and learns while engines work. Beside an update this is nothing if responses will be cut."""
+        """Return what scores while engines work, and makes passes. Beside an update this is nothing if responses will be cut."""
         beside, cuts, context = self.update is not None, self.mode.boundary.cuts, self.context
         if not context.recipe.scores or (cuts and self.mode.begins_beside_update):
             return []

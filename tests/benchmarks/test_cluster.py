@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks.common import results
-from benchmarks.simulated.cluster_variants import ABLATION, AS_BUILT_POLICY, variant
+from benchmarks.simulated.cluster_variants import ABLATION
 from benchmarks.simulator_page import TABLES, tables
-from placement.simulate import PhaseTimes, Setting, named, simulate
-from rlhfless_ray.learn.overlap_rules import inexact
-from rlhfless_ray.recipe import Recipe
+from placement.simulate import Setting, named, simulate
 
 AS_BUILT: dict[str, Any] = {"without": lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, "prewarmed": False}
 
@@ -25,45 +23,6 @@ def small(name: str, **changes: Any) -> Setting:
 
 def step_times(setting: Setting, policy: Any) -> list[float]:
     return [step.time_s for step in simulate(setting, [policy], 2).policies[policy[0]].steps]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("setting", "is_early"),
-    [
-        (small("qwen7b-gsm8k-grpo"), True),
-        (small("qwen3b-gsm8k-grpo", updates=2), False),
-        (small("qwen3b-gsm8k-ppo", whiten=False), False),
-        (small("qwen7b-gpqa-ppo"), False),
-    ],
-)
-def test_as_built_takes_gradients_early_only_where_the_runtime_does(setting: Setting, is_early: bool) -> None:
-    allowed, refused = (variant("l", gradients=early, **AS_BUILT) for early in (True, False))
-    found = step_times(setting, AS_BUILT_POLICY)
-    assert found == step_times(setting, allowed if is_early else refused)
-    if is_early:
-        assert found != step_times(setting, refused), "the case must tell both apart"
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "learner", "setting"),
-    [
-        ({}, {}, small("qwen3b-gsm8k-grpo")),
-        ({}, {"zero_stage": 3}, small("qwen7b-gsm8k-grpo")),
-        ({"updates_per_step": 2}, {}, small("qwen3b-gsm8k-grpo", updates=2)),
-        ({"advantage": {"estimator": "gae"}}, {}, small("qwen3b-gsm8k-ppo")),
-        ({"advantage": {"estimator": "gae", "whiten": False}}, {}, small("qwen3b-gsm8k-ppo", whiten=False)),
-    ],
-)
-def test_simulator_and_runtime_refuse_the_same_early_gradients(
-    algorithm: dict[str, Any], learner: dict[str, Any], setting: Setting
-) -> None:
-    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "algorithm": algorithm, "learner": learner})
-    refused = inexact(recipe.algorithm, recipe.learner, recipe.lora)
-    times = PhaseTimes.from_setting(setting)
-    sharded = [m for m in times.sizes() if (times.trainer.sharding(m).per_forward > 0) == (recipe.learner.zero_stage == 3)]
-    assert sharded, "the setting has no learner of this kind"
-    assert all(times.early_gradients(m) == (refused is None) for m in sharded)
 
 
 @pytest.mark.slow

@@ -34,10 +34,10 @@ def test_early_work_is_compared_step_by_step() -> None:
     def rows(factor: float) -> list[list[dict[str, float]]]:
         return [[{"step_s": factor * s, "cost/full_slot_s": 2.0, "tokens/generated": 100 * s} for s in lengths]] * 2
 
-    kinds = {"off": rows(1.0), "gradients": rows(0.95), "wake": rows(1.01), "shipped": rows(0.9)}
+    kinds = {"off": rows(1.0), "wake": rows(1.01), "shipped": rows(0.9)}
     early_work.check_same_tokens(kinds)
     found = early_work.compare(kinds)
-    for kind, saved in (("gradients", 0.05), ("wake", -0.01), ("shipped", 0.1)):
+    for kind, saved in (("wake", -0.01), ("shipped", 0.1)):
         assert found[kind]["step_s"]["saving"] == pytest.approx(saved)
         assert found[kind]["step_s"]["low"] == pytest.approx(saved), "as much in every step"
         assert found[kind]["cost/full_slot_s"]["saving"] == pytest.approx(0.0)

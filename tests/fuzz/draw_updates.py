@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.overlap_rules import inexact
 from rlhfless_ray.learn.rank_settings import RankSettings, learner_settings
 from rlhfless_ray.recipe import Recipe
 from tests.fuzz.float64_policy import CHOSEN, EXPERTS, VOCABULARY, Float64Policy, model_files
@@ -23,7 +22,6 @@ class UpdateCase:
     settings: RankSettings
     family: str
     batches: list[Batch]
-    early: int = 0  # groups of each batch whose gradients are accumulated first
     microbatches: str = "each"  # "each" sequence is one, or "one" has all, or "any"
     has_masks: bool = False
     has_empty: bool = False  # whether some sequences have no trained token
@@ -37,7 +35,7 @@ class UpdateCase:
         if loss.correction_mode == "mask" and loss.correction_high != 5:
             found.add(("band", (loss.correction_level, loss.correction_gating)))
         if self.has_empty:
-            found |= {("empty", (algorithm.loss_mean, self.early > 0)), ("empty", loss.correction_level)}
+            found |= {("empty", algorithm.loss_mean), ("empty", loss.correction_level)}
         return found
 
     @property
@@ -131,10 +129,9 @@ def draw_plan(seed: int) -> UpdateCase:
     settings, microbatches = draw_settings(rng, ranks=1 + seed % 2)
     algorithm = settings.algorithm
     family = "mixtral" if algorithm.loss.router_aux or algorithm.loss.router_replay else "qwen2"
-    early = 0 if inexact(algorithm, settings.learner, settings.lora) else int(rng.integers(3))
     has_masks = bool(rng.random() < 0.5)
     one_step = algorithm.updates_per_step == 1 and algorithm.batch_samples is None  # another step might be empty
-    return UpdateCase(settings, family, [], early, microbatches, has_masks, has_masks and one_step)
+    return UpdateCase(settings, family, [], microbatches, has_masks, has_masks and one_step)
 
 
 def draw_case(seed: int) -> UpdateCase:
@@ -188,7 +185,7 @@ def _with_passes(rng: np.random.Generator, case: UpdateCase, batch: Batch) -> Ba
     algorithm, given = case.settings.algorithm, copy.copy(vars(batch))
     count = len(batch.logprobs)
     carries = algorithm.remainder == "carry"
-    if carries or (rng.random() < 0.5 and not case.early):  # gradients ahead are at the weights before the step
+    if carries or rng.random() < 0.5:
         given["old"] = np.minimum(batch.logprobs + rng.choice([0.05, 0.3]) * rng.normal(size=count), -1e-4).astype(np.float32)
     if algorithm.kl.coefficient and rng.random() < 0.5:
         given["reference"] = (batch.logprobs + rng.choice([0.05, 1.0]) * rng.normal(size=count)).astype(np.float32)

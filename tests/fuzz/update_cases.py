@@ -13,7 +13,7 @@ FEATURES: set[tuple[str, object]] = {
     *(("ZeRO stage", stage) for stage in range(4)),
     *(("ranks", ranks) for ranks in (1, 2)),
     *(("band", (level, gating)) for level in ("token", "seq") for gating in ("ratio", "binary_kl", "tv")),
-    *(("empty", (mean, is_early)) for mean in ("token", "sequence") for is_early in (False, True)),
+    *(("empty", mean) for mean in ("token", "sequence")),
     ("empty", "seq"),
 }
 WITHOUT_NUMBERS = {"uncorrected_lag", "filter_range", "filter_draw", "filter_patience", "advantage"}  # decide before the update

@@ -123,7 +123,7 @@ STAGES = {
     "shuffled": (0, 1),
     "critic": (0, 1, 3),
 }
-VARIANTS = re.compile(r" (parked|reads|early|passed)$")  # of a case, which is compared with it
+VARIANTS = re.compile(r" (parked|reads|passed)$")  # of a case, which is compared with it
 
 
 def is_long(name: str, ranks: int) -> bool:
@@ -185,7 +185,6 @@ class Cases:
         return self.asked[ranks]
 
     def _first(self, ranks: int) -> dict[str, Any]:
-        from tiny_policy import EARLY
 
         full = {"updates_per_step": 2, "loss_mean": "sequence", "kl": {"coefficient": 0.3, "estimator": "k3"}}
         sequence = {"loss_mean": "sequence", "kl": {"coefficient": 0.3, "estimator": "k3"}}
@@ -277,8 +276,6 @@ class Cases:
         for of in self.READS:
             cases[of.replace("/", " reads/")] = {**cases[of], "reads": True, "snapshots": (1,)}
         add("sequence", self.files, [without_first(batch) for batch in two], algorithm=sequence)
-        for of, groups in EARLY.items():
-            cases[of.replace("/", " early/")] = {**cases[of], "early": groups, "snapshots": ()}
         for of in self.PASSED:
             names = ("old", "reference") if of.startswith("lora") else ("old",)
             cases[of.replace("/", " passed/")] = {**cases[of], "passes": names, "snapshots": ()}

@@ -7,9 +7,7 @@ FOLDER/results<ranks>-<rank> and FOLDER/log<ranks>-<rank>. It ends with 1 as soo
 
 A case is a dict: `settings` and `files` of the learner, `batches` to update with, `state` (files of a snapshot) to
 start from, `looks`: names of what to ask of `logprobs` before each update, `passes`: the same, in three parts that the update is
-then given,
-`early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
-updates to take one, `parks`: whether to leave the device after each, `reads`: whether to save memory as for a large
+then given, `snapshots`: after how many updates to take one, `parks`: whether to leave the device after each, `reads`: whether to save memory as for a large
 model and read the published weights after each,
 `chunk_bytes`: of the logits that the head computes at once, `device`. The result holds `stats` per update, this rank's shard of the
 `weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
@@ -158,17 +156,12 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
             told = passed(reference, batch)["reference"]
             found["reference"].append(told)
             batch = replace(batch, reference=told)
-        ahead = np.unique(batch.groups)[: case.get("early", 0)]
-        for group in ahead:
-            part = batch.take(np.flatnonzero(batch.groups == group))
-            learner.accumulate(own(learner.cutter.of_gradients(part)))
         if names := case.get("looks"):
             found["logprobs"].append(passed(learner, batch, names))
         if names := case.get("passes"):
             parts = [passed(learner, batch.take(part), names) for part in np.array_split(np.arange(len(batch)), 3)]
             batch = replace(batch, **{name: np.concatenate([part[name] for part in parts]) for name in names})
-        rest = batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))) if len(ahead) else batch
-        found["stats"].append(learner.update(own(learner.cutter.of_update(rest))))
+        found["stats"].append(learner.update(own(learner.cutter.of_update(batch))))
         weights = learner.trainer.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(_values(weights))
         if case.get("reads"):

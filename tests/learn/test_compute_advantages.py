@@ -20,10 +20,8 @@ from rlhfless_ray.autoscaler.call_planner import CallToPlan
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.learn.compute_advantages import compute_advantages
 from rlhfless_ray.learn.estimators import BASELINES
 from rlhfless_ray.learn.learn_stage import LearnStage
-from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.algorithm_sections import AdvantageConfig
@@ -289,27 +287,6 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases_or_work_at_onc
 
 
 PARTS = [*map(with_estimator, ESTIMATORS), {"kl": {"coefficient": 0.1, "place": "reward"}}]
-
-
-@pytest.mark.parametrize("algorithm", PARTS)
-def test_gradients_go_ahead_exactly_where_a_part_has_the_advantages_of_the_whole(algorithm: dict[str, Any]) -> None:
-    chosen = recipe(algorithm=algorithm)
-    rng = np.random.default_rng(2)
-    rewards, lengths = rng.normal(size=(4, 3)), rng.integers(1, 6, 12)
-    sections = chosen.algorithm, chosen.reward
-    values = np.zeros(lengths.sum())
-    whole, *_ = compute_advantages(*sections, rewards, lengths, np.zeros(12, bool), MOST, values=values)
-    part, *_ = compute_advantages(*sections, rewards[:2], lengths[:6], np.zeros(6, bool), MOST, values=values[: lengths[:6].sum()])
-    needs_a_look = "kl" in algorithm
-    same = np.array_equal(whole[: len(part)], part) and not needs_a_look
-    assert same == (obstacle(chosen) is None)
-
-
-@pytest.mark.parametrize("algorithm", [{"updates_per_step": 2}, {"epochs": 2}, {"batch_samples": 7}])
-def test_later_updates_wait_for_all_samples(algorithm: dict[str, Any]) -> None:
-    chosen = recipe(algorithm=algorithm)
-    said = inexact(chosen.algorithm, chosen.learner, chosen.lora)
-    assert said is not None and said.startswith(f"algorithm.{next(iter(algorithm))}")
 
 
 def test_an_adapted_coefficient_goes_on_where_it_was() -> None:

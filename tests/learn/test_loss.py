@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.learn.importance import importance_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl
-from rlhfless_ray.learn.losses import clipped_loss, mean_divisor, token_ratios, token_weights
+from rlhfless_ray.learn.losses import clipped_loss, token_ratios, token_weights
 
 TOKEN = st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3, allow_subnormal=False))
 
@@ -102,17 +102,6 @@ def test_importance_weights_are_capped_and_let_no_gradient_through() -> None:
     assert not weights.requires_grad
     off = importance_weights(learner, torch.tensor([-1.5, -3.0, -0.5]), 0)
     torch.testing.assert_close(off, torch.ones(3))
-
-
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.integers(0, 12), st.sampled_from(["token", "sequence"]))
-def test_parts_with_their_divisors_make_the_weights_of_the_whole(lengths: list[int], cut: int, mean: str) -> None:
-    """As gradients in the tail need, also where sequences have no trained token."""
-    parts = [torch.tensor(part, dtype=torch.int64) for part in (lengths[:cut], lengths[cut:])]
-    divisors = [mean_divisor(part, mean) for part in parts]
-    unscaled = torch.cat([token_weights(part, mean) * divisor for part, divisor in zip(parts, divisors, strict=True)])
-    whole = torch.tensor(lengths)
-    trained = whole > 0
-    torch.testing.assert_close((unscaled / max(sum(divisors), 1.0))[trained], token_weights(whole, mean)[trained])
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20))

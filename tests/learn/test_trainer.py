@@ -49,9 +49,8 @@ class PlainTrainer:
             loss = loss_of(padded(batch, cut or FIRST, torch.device("cpu")), cut)
             (loss if cut else loss * 0.0).backward()
 
-    def update(self, loss_is_finite: bool, scale: float = 1.0) -> OptimizerStep:
+    def update(self, loss_is_finite: bool) -> OptimizerStep:
         gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
         if loss_is_finite:
             self.optimizer.step()

@@ -53,22 +53,6 @@ def tiny_policy(
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 
-# cases in which so many groups of each batch are accumulated before the others are there
-EARLY = {
-    "plain/0": 1,
-    "plain/1": 2,
-    "plain/2": 3,
-    "sequence/0": 2,
-    "sequence/2": 1,
-    "nan/0": 2,
-    "nan/2": 2,
-    "bf16/2": 2,
-    "masked/2": 2,
-    "hosted/1": 2,
-    "hosted/2": 1,
-}
-
-
 def random_batch(
     rng: np.random.Generator, groups: int = 4, samples: int = 3, longest: int = 24, prompts: tuple[int, int] = (1, 6)
 ) -> Batch:

@@ -47,12 +47,12 @@ def values(trainer: Trainer) -> dict[str, np.ndarray]:
     return {name: np.array(getattr(value, "values", value)).reshape(-1) for name, value in trainer.weights().items()}
 
 
-def trained(opened: Opened, *cuts: list[MicroBatch], scale: float = 1.0, factor: float = 1.0) -> tuple[dict[str, np.ndarray], float]:
+def trained(opened: Opened, *cuts: list[MicroBatch], factor: float = 1.0) -> tuple[dict[str, np.ndarray], float]:
     """Make one step with the gradients of these calls of `accumulate`. Returns the weights and the gradient norm."""
     trainer = opened(None)
     for some in cuts:
         trainer.accumulate(BATCH, some, loss_of(trainer, factor))
-    made = trainer.update(True, scale)
+    made = trainer.update(True)
     assert made.skipped == "" and made.learning_rate > 0
     return values(trainer), made.grad_norm
 
@@ -76,13 +76,6 @@ def check_gradients_add_up(opened: Opened) -> None:
     for weights, other_norm in others:
         same(weights, whole, 1e-4)
         assert abs(other_norm - norm) < 1e-3 * norm
-
-
-def check_scale(opened: Opened) -> None:
-    """It multiplies the gradients before they are measured."""
-    (whole, norm), (scaled, scaled_norm) = trained(opened, [ROWS]), trained(opened, [ROWS], scale=0.25, factor=4.0)
-    same(scaled, whole, 1e-4)
-    assert abs(scaled_norm - norm) < 1e-3 * norm
 
 
 def check_skipped_step(opened: Opened) -> None:
@@ -113,7 +106,7 @@ def check_snapshot(opened: Opened) -> None:
     same(values(other), values(trainer), 0)
 
 
-CHECKS = (check_passes, check_gradients_add_up, check_scale, check_skipped_step, check_snapshot)
+CHECKS = (check_passes, check_gradients_add_up, check_skipped_step, check_snapshot)
 
 
 def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:

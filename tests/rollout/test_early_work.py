@@ -15,7 +15,6 @@ from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.learn_stage import LearnStage
-from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.events import RolloutProgress
@@ -66,7 +65,7 @@ class Gang:
     SAYS: ClassVar = {"old": -1, "reference": 3, "values": 2}
 
     def __init__(self) -> None:
-        self.working, self.batches, self.done = False, [], False
+        self.working, self.done = False, False
         self.lease: list[Any] = []
         self.by_rank: list[Any] = []
         self.cutter = Cutter()
@@ -83,15 +82,8 @@ class Gang:
         self.working, self.lease = True, leases[: self.slots]
         return leases[self.slots :]
 
-    def accumulate(self, batch: Any) -> list[Any]:
-        self.batches.append(batch)
-        return ["gradients"]
-
     def pending(self, refs: list[Any]) -> list[Any]:
         return [] if self.done else refs
-
-    def wait_for_gradients(self, refs: list[Any]) -> None:
-        self.done = False
 
     def ask(self, what: str, batch: Any, *names: Any) -> list[Any]:
         self.answer = self.compute(what, batch, *names)
@@ -142,13 +134,7 @@ def parts(
     predict = SimpleNamespace(predict=lambda slots, tokens: 0.01 * tokens)
     leases: Any = SimpleNamespace(resource=resource, release=lambda leases: None, without_lost=lambda leases: leases)
     broker = SlotBroker(leases)
-    autoscaler = SimpleNamespace(
-        learner=predict,
-        terms=Measurements(),
-        steps=SimpleNamespace(takes=lambda measure: True),
-        predictor=SimpleNamespace(),
-        criteria=SimpleNamespace(),
-    )
+    autoscaler = SimpleNamespace(learner=predict, terms=Measurements(), predictor=SimpleNamespace(), criteria=SimpleNamespace())
     context: Any = SimpleNamespace(recipe=Recipe.parse(tree), autoscaler=autoscaler, broker=broker, leases=leases)
     scoring, worker_group = Scoring(), Gang()
     learning = LearnStage(context, worker_group, critic, reference)  # type: ignore[arg-type]
@@ -173,7 +159,7 @@ def sample(key: int, tokens: int = 3, begun: int = 1) -> Sample:
     return Sample(Prompt(key // COUNT, "p", (7,)), SampleId(key // COUNT, begun, key % COUNT), done, "text")
 
 
-def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later() -> None:
+def test_samples_are_scored_as_they_end_and_the_rest_is_left_for_later() -> None:
     tail, scoring, worker_group, learning = parts()
     samples = [sample(key) for key in range(6)]
     tail.add_samples(samples[:3])
@@ -186,26 +172,10 @@ def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later(
     tail.add_samples(samples[3:4])
     scoring.answer()
     tail.poll(1.0)  # the slot comes back and goes to what has come since
-    assert scoring.asked == samples[:4] and not worker_group.batches
-    scoring.answer()
-    tail.poll(0.05)
-    assert not worker_group.batches, "they would not be done in the seconds that are left"
-    tail.poll(1.0)
-    [batch] = worker_group.batches
-    assert rows_of(batch) == [0, 0], "one micro-batch at a time: the second group waits"
-    assert tail.refs() == ["gradients"] and worker_group.lease == ["slot"]
-    worker_group.done = True
-    tail.poll(1.0)
-    assert [rows_of(b) for b in worker_group.batches] == [[0, 0], [1, 1]]
+    assert scoring.asked == samples[:4] and tail.report() == {"overlap/scored": 4}
     batch, trained = learning.advantages([with_reward(one, 0.5) for one in samples])
-    assert rows_of(batch) == [2, 2]
+    assert rows_of(batch) == [0, 0, 1, 1, 2, 2] and not worker_group.working
     assert [one.id for one in trained] == [one.id for one in samples] and all(one.advantage is not None for one in trained)
-    assert [one.reward for one in trained] == [1.0] * 4 + [0.5] * 2, "those that were learned ahead are as they were then"
-    report = tail.report()
-    assert report.pop("overlap/reason").startswith("taken, ")
-    assert report == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
-    worker_group.done = True
-    assert learning.done_ahead(wait=True) == ["slot"] and tail.broker.free == ()
 
 
 def test_a_slot_of_a_drained_node_is_not_used() -> None:
@@ -219,66 +189,6 @@ def test_a_slot_of_a_drained_node_is_not_used() -> None:
     tail.broker.put(["slot"])
     tail.poll(1.0)
     assert scoring.asked == samples and scoring.lease == ["slot"]
-
-
-def test_a_step_begins_with_nothing_learned() -> None:
-    tail, _, _, learning = parts()
-    samples = [with_reward(sample(key), 1.0) for key in range(2)]
-    _, trained = learning.advantages(samples)
-    learning.learned = {one.id: one for one in trained}
-    assert not len(learning.advantages(samples)[0])
-    early_work(tail.scoring, learning, groups=3)
-    assert len(learning.advantages(samples)[0]) == 2
-
-
-def test_a_device_that_holds_gradients_is_kept() -> None:
-    tail, scoring, worker_group, learning = parts("gpu")
-    tail.add_samples([sample(key) for key in range(4)])
-    tail.broker.put(["a", "b"])
-    tail.poll(1.0)
-    scoring.answer()
-    tail.poll(1.0)
-    worker_group.done = True
-    tail.poll(1.0)
-    assert len(worker_group.batches) == 2 and worker_group.working, "the second part goes to the gang that never left"
-    assert learning.done_ahead(wait=True) == []
-
-
-def test_a_device_that_holds_gradients_is_not_given_to_the_reference() -> None:
-    reference = Gang()
-    tail, _, worker_group, learning = parts("gpu", {"kl": {"coefficient": 0.1}}, reference=reference)
-    samples = ended(tail, range(4))
-    tail.by_group = {group[0].id: [one.id for one in group] for group in (samples[:2], samples[2:])}
-    tail.broker.put(["a", "b"])
-    tail.poll(1.0)
-    reference.done = True
-    tail.poll(1.0)
-    assert len(worker_group.batches) == 1 and worker_group.lease == ["b"] and reference.lease == ["a"]
-    reference.dies = True
-    assert learning.done_ahead(wait=True) == []
-    assert rows_of(learning.advantages(samples)[0]) == [1, 1] and reference.passes[-1] == ("reference", [1, 1])
-    assert worker_group.working and worker_group.lease == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("learner", "algorithm", "why"),
-    [({"overlap": "off"}, {}, "off"), ({"zero_stage": 3}, {}, "zero_stage 3"), ({}, {"updates_per_step": 2}, "updates_per_step")],
-)
-def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_told(learner, algorithm, why) -> None:
-    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": learner, "algorithm": algorithm}
-    recipe = Recipe.parse(tree)
-    assert why in (obstacle(recipe) or "")
-    if why != "off":
-        assert inexact(recipe.algorithm, recipe.learner, recipe.lora) == obstacle(recipe)
-        return
-    tail, scoring, worker_group, _ = parts(overlap="off")
-    tail.add_samples([sample(key) for key in range(2)])
-    tail.broker.put(["slot"])
-    tail.poll(1.0)
-    scoring.answer()
-    tail.poll(1.0)
-    assert scoring.asked and not worker_group.batches and tail.broker.free == ("slot",) and not tail.wants_slot()
-    assert why in tail.report()["overlap/obstacle"]
 
 
 PPO = {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1, "place": "reward"}}
@@ -315,8 +225,8 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     samples.append(with_reward(sample(5), 0.5))
     tail.poll(0.09)
     assert len(reference.passes) == 2, "what a pass took was measured: it is done in time"
-    assert tail.broker.free == () and learning.pending() == ["reference"]
-    assert learning.done_ahead(wait=True) == ["slot"]
+    assert tail.broker.free == () and learning.passes.pending() == ["reference"]
+    assert learning.passes.collect(wait=True) == ["slot"]
     metrics = tail.report()
     assert metrics["overlap/reference"] == 4 and metrics["overlap/logprobs"] == 2 and metrics["overlap/values"] == 2
     batch, _ = learning.advantages(samples)
@@ -337,39 +247,14 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     assert "off" in alone.report()["overlap/passes_obstacle"]
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"updates_per_step": 2}])  # gradients, and passes of the learner
-def test_ranks_that_share_their_sequences_do_not_wait_for_more_tokens(algorithm: dict[str, Any]) -> None:
-    tail, _, worker_group, learning = parts(algorithm=algorithm)
-    learning.begin(samples=100)
+def test_ranks_that_share_their_sequences_do_not_wait_for_more_tokens() -> None:
+    tail, _, worker_group, learning = parts(algorithm={"updates_per_step": 2})
+    learning.passes.begin(samples=100)
     worker_group.ranks = worker_group.slots = 4  # with sequence_parallel 4: one share
-    tail.by_group = {SampleId(0, 1, 0): [one.id for one in ended(tail, range(2))]}
+    ended(tail, range(2))
     tail.broker.put(["a", "b", "c", "d"])
     tail.poll(1.0)
     assert worker_group.working and len(worker_group.lease) == 4
-
-
-def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
-    """Where the KL is in the loss: with two of three groups passed over, these alone are learned ahead."""
-    reference = Gang()
-    tail, _, worker_group, learning = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
-    samples = ended(tail, range(4))
-    tail.by_group = {group[0].id: [one.id for one in group] for group in (samples[:2], samples[2:])}
-    tail.broker.put(["slot"])
-    tail.poll(1.0)
-    assert not worker_group.batches and reference.passes == [("reference", [0, 0])]
-    reference.done = True
-    tail.poll(1.0)  # the slot goes to the gradients that can be made now, rather than to another pass
-    assert [rows_of(batch) for batch in worker_group.batches] == [[0, 0]] and len(reference.passes) == 1
-    np.testing.assert_array_equal(worker_group.batches[0].reference, 3 * worker_group.batches[0].logprobs)
-    worker_group.done = True
-    tail.poll(1.0)
-    assert len(worker_group.batches) == 1 and reference.passes[1:] == [("reference", [1, 1])]
-    reference.dies = reference.done = True
-    tail.poll(1.0)
-    assert len(worker_group.batches) == 1 and tail.broker.free == ("slot",)
-    batch, _ = learning.advantages(samples)
-    assert rows_of(batch) == [1, 1] and reference.passes[2:] == [("reference", [1, 1])]
-    np.testing.assert_array_equal(batch.reference, 3 * batch.logprobs)
 
 
 def test_a_short_sample_before_a_long_one_waits_for_nothing() -> None:
@@ -385,35 +270,13 @@ def test_a_short_sample_before_a_long_one_waits_for_nothing() -> None:
     assert reference.passes[:2] == [("reference", [0, 0]), ("reference", [1])], "two that fit together, then the short one by itself"
 
 
-def test_gradients_are_taken_if_they_pay_within_the_tail_and_the_step_takes_them() -> None:
-    """A token takes 0.01 s after 0.1 s for the beginning, as was measured."""
-    tail, _, _, learning = parts(micro_batch_tokens=10_000)
-    gradients = learning.context.autoscaler.terms.gradients
-    gradients.observe([10.0, 100.0, 200.0, 400.0] * 8, [0.2, 1.1, 2.1, 4.1] * 8)
-    groups = [ended(tail, range(first, first + 2)) for first in (0, 2, 4)]
-    tokens = sum(one.total_tokens for one in groups[0])
-    one_group_s, all_s = 0.1 + 0.01 * tokens, 0.1 + 0.03 * tokens
-    assert learning.choose_samples(groups, 0.9 * one_group_s) == []
-    assert f"gradients of the first group take {one_group_s:.2g} s" in learning.early_reason
-    big = all_s + 0.05
-    assert len(learning.choose_samples(groups, big)) == (6 if 0.03 * tokens >= 0.1 else 0)
-    gradients.observe([10.0, 100.0, 200.0, 400.0] * 16, [5.1, 6.0, 7.0, 9.0] * 16)
-    assert learning.choose_samples(groups, 100.0) == [], "beginning takes longer than the work"
-    gradients.observe([10.0, 100.0, 200.0, 400.0] * 16, [0.001, 0.01, 0.02, 0.04] * 16)
-    assert len(learning.choose_samples(groups, 100.0)) == 6 and learning.early_reason.startswith("taken, ")
-    learning.context.autoscaler.steps.takes = lambda measure: False  # type: ignore[method-assign]
-    assert learning.choose_samples(groups, 100.0) == [], "the step goes without, to be compared"
-    assert learning.early_reason.startswith("left out, ")
-    assert learning.choose_samples([], 100.0) == [] and learning.early_reason == "no group was complete and scored yet"
-
-
 def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> None:
     tail, _, worker_group, learning = parts(algorithm={"updates_per_step": 2, "kl": {"coefficient": 0.1}}, lora=2)
     samples = ended(tail, range(4))
     tail.broker.put(["slot"])
     worker_group.dies = worker_group.done = True
     tail.poll(1.0)
-    assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.report()["overlap/logprobs"] == 0
+    assert tail.refs() == [] and learning.passes.collect() == ["slot"] and tail.report()["overlap/logprobs"] == 0
     batch, _ = learning.advantages(samples)
     assert batch.old is None and batch.reference is None, "nothing was passed over ahead: the update does so itself"
     worker_group.dies = False
@@ -432,7 +295,8 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
 @pytest.mark.parametrize(
     ("algorithm", "learner", "wanted"),
     [
-        ({}, {}, ()),  # gradients go ahead, and with them all that they need
+        ({}, {}, ()),
+        ({"kl": {"coefficient": 0.1}}, {"lora": 2}, ("reference",)),
         ({"kl": {"coefficient": 0.1}}, {}, ()),
         ({"updates_per_step": 2}, {}, ("old",)),
         ({"batch_samples": 6}, {}, ()),  # the step has no more samples than that: one update
@@ -454,7 +318,7 @@ def test_the_passes_that_an_update_begins_with(algorithm: dict[str, Any], learne
     assert learning.context.recipe.has_reference == (reference is not None)
     assert (learning.passes.reference is None) == (reference is None)
     assert (learning.passes.logprobs.names if learning.passes.logprobs else ()) == wanted
-    assert tail.wants_slot() == (learning.obstacle is None)
+    assert not tail.wants_slot()
     if wanted or reference is not None:
         ended(tail, range(1))
         assert tail.wants_slot()
@@ -559,8 +423,7 @@ def test_before_the_first_pass_its_seconds_are_those_of_an_update_under_the_same
 
 def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() -> None:
     """Two of three groups: the first is due now, so the second complete group of the others has to wait for the next step."""
-    _, scoring, learner, learning = parts(lag=1, partial="continue")
-    assert learning.obstacle is None
+    _, scoring, learner, learning = parts(algorithm={"updates_per_step": 2}, lag=1, partial="continue")
     earlier = [replace(sample(key), completion=replace(sample(key).completion, version=0)) for key in (0, 1)]
     earlier[1] = replace(earlier[1], completion=replace(earlier[1].completion, finish_reason=UNFINISHED))
     groups = [Group(earlier[0].prompt, 1, 0, tuple(earlier)), *(Group(Prompt(g, "p", (7,)), 2) for g in (1, 2))]
@@ -575,19 +438,15 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
         tail.poll(1.0)
         asked = [one.completion.key for one in scoring.asked]
         assert asked == {4: [], 5: [4, 5], 2: [4, 5], 3: [4, 5], 1: [4, 5]}[key]
-    scoring.answer()
-    tail.poll(1.0)
-    scoring.answer()
-    tail.poll(1.0)
+    for _ in range(2):
+        scoring.answer()
+        tail.poll(1.0)
     assert batch.chosen == [0, 2] and [one.completion.key for one in scoring.asked] == [4, 5, 0, 1]
-    [gradients] = learner.batches
-    assert rows_of(gradients) == [2, 2] and gradients.lags.tolist() == [0] * 6, "of the step that runs"
-    trained = [*map(sample, (0, 1)), *(sample(key, begun=2) for key in (4, 5))]
-    assert rows_of(learning.advantages([with_reward(one, 1.0) for one in trained])[0]) == [0, 0]
+    assert learner.passes == [("logprobs", [2, 2])]
 
 
 def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> None:
-    _, scoring, _, learning = parts(lag=1, partial="continue", micro_batch_tokens=100)
+    _, scoring, _, learning = parts(algorithm={"updates_per_step": 2}, lag=1, partial="continue", micro_batch_tokens=100)
     asked: list[bool] = []
     learning.lease_free_slots = lambda _: asked.append(True) or []  # type: ignore[method-assign, func-returns-value]
     batch = RolloutBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(3)], step=1, quota=3, max_lag=1, count=COUNT)
@@ -597,14 +456,13 @@ def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> Non
         batch.is_enough(range(key + 1))
         tail.poll(2.0)
         tail.poll(0.0)
-    assert asked == [True], "once: after two of three groups it has half a micro-batch, and the answer was that there are none"
+    assert asked == [True], "once: after a group it has a fourth of the samples, and the answer was that there are none"
 
 
 def test_free_slots_that_do_not_fit_are_not_taken_again_at_once() -> None:
-    """The reward model needs two slots, the only rank of the learner one. So the groups stay unscored."""
-    _, scoring, learner, learning = parts(lag=1, partial="continue")
+    _, scoring, learner, learning = parts(algorithm={"updates_per_step": 2}, lag=1, partial="continue")
     asked: list[bool] = []
-    scoring.fits = lambda leases: len(leases) > 1  # type: ignore[method-assign]
+    scoring.fits = learner.fits = lambda leases: len(leases) > 1  # type: ignore[method-assign]
     learning.lease_free_slots = lambda _: asked.append(True) or ["slot"]  # type: ignore[method-assign, func-returns-value]
     batch = RolloutBatch([Group(Prompt(0, "p", (7,)), 1)], step=1, quota=1, max_lag=1, count=COUNT)
     tail = EarlyWork(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
@@ -615,7 +473,7 @@ def test_free_slots_that_do_not_fit_are_not_taken_again_at_once() -> None:
         assert tail.broker.take() == taken, "the rollout releases what is free"
     tail.ask_at_s = 0.0
     tail.poll(1.0)
-    assert len(asked) == 2 and not learner.batches
+    assert len(asked) == 2 and not learner.passes
 
 
 def test_free_slots_are_leased_for_the_worker_group_that_has_work() -> None:
@@ -630,14 +488,10 @@ def test_free_slots_are_leased_for_the_worker_group_that_has_work() -> None:
     context.leases.ask = lambda count, nodes: nodes  # type: ignore[method-assign, assignment, return-value]
     context.leases.collect = lambda asked, kind, wait_s: asked  # type: ignore[method-assign, assignment, return-value]
     learning.passes.add_samples([sample(0), sample(1)])
-    groups = [[sample(0), sample(1)]]
-    assert learning.with_work(groups, 1.0) == [reference], "gradients wait for the reference"
+    assert learning.passes.with_work(1.0) == [reference]
     assert learning.lease_free_slots([reference, learner]) == ["b", "c"]
     full.append("c")
     assert learning.lease_free_slots([reference, learner]) == ["a"] and learning.lease_free_slots([reference]) == []
-    learning.passes.reference.known = {SampleId(0, 1, 0): {}, SampleId(0, 1, 1): {}}  # type: ignore[union-attr]
-    learning.passes.reference.waiting = []  # type: ignore[union-attr]
-    assert learning.with_work(groups, 1.0) == [learner]
 
 
 def test_looks_take_a_small_share_of_the_drivers_time() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import RunError, UserError
-from rlhfless_ray.learn.overlap_rules import obstacle
+from rlhfless_ray.learn.overlap_rules import passes_obstacle
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.session.dynamic_sampling import DynamicSampling
@@ -152,7 +152,7 @@ def test_a_row_that_is_asked_again_in_a_step_gets_other_samples() -> None:
 
 
 def test_settings() -> None:
-    assert "filter_range" in (obstacle(recipe()) or "")
+    assert "filter_range" in (passes_obstacle(recipe()) or "")
     for changes, said in (
         ({"filter_range": [1.0, 0.0]}, "the first must be smaller"),
         ({"filter_range": None, "filter_draw": 1.5}, "filter_patience need it"),
