@@ -12,7 +12,6 @@ from rlhfless_ray.cli.explain_command import explain
 from rlhfless_ray.cli.front_commands import chat, compare, completion, init, push, recipe_names, recipes
 from rlhfless_ray.cli.generate_command import evaluate, generate, workflow
 from rlhfless_ray.cli.guarded import guarded
-from rlhfless_ray.cli.import_command import import_logs
 from rlhfless_ray.cli.local_file import local_file
 from rlhfless_ray.cli.passthrough import PassthroughCommand
 from rlhfless_ray.cli.plan_command import plan
@@ -42,7 +41,6 @@ def _root(
 
 
 app.command()(plan)
-app.command()(import_logs)
 
 
 @app.command(cls=ResumeCommand)

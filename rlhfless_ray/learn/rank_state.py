@@ -73,10 +73,7 @@ def read_state(files: Files, divided: Mapping[str, RemoteFile] | None = None, fo
     adapters = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()} if ADAPTER in files else None
     weights = model if adapters is None else adapters
     numbers = json.loads(bytes(files["learner.json"]))
-    if "rng" in numbers:
-        numbers["rng"] = torch.frombuffer(bytearray.fromhex(numbers["rng"]), dtype=torch.uint8)
-    else:  # older checkpoints
-        numbers["rng"] = as_tensor(moments["rng"]).clone()
+    numbers["rng"] = torch.frombuffer(bytearray.fromhex(numbers["rng"]), dtype=torch.uint8)
     return {"weights": weights, "moments": moments, "average": average, **numbers}
 
 

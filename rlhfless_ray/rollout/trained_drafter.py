@@ -189,7 +189,7 @@ class TrainedDrafter:
         if FILE not in files:
             return
         about = read_metadata(files[FILE])
-        if (origin := about.get("drafter", self._origin)) != self._origin:  # older checkpoints do not name it
+        if (origin := about["drafter"]) != self._origin:
             self.context.record.progress.message(
                 f"the checkpoint's drafter began as {origin}, so {self._origin} starts again: settings of rollout.drafter have changed"
             )

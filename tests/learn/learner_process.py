@@ -7,8 +7,8 @@ FOLDER/results<ranks>-<rank> and FOLDER/log<ranks>-<rank>. It ends with 1 as soo
 
 A case is a dict: `settings` and `files` of the learner, `batches` to update with, `state` (files of a snapshot) to
 start from, `looks`: names of what to ask of `logprobs` before each update, `passes`: the same, in three parts that the update is
-then given, `snapshots`: after how many updates to take one, `parks`: whether to leave the device after each, `reads`: whether to save memory as for a large
-model and read the published weights after each,
+then given, `snapshots`: after how many updates to take one, `parks`: whether to leave the device after each, `reads`: whether to save
+memory as for a large model and read the published weights after each,
 `chunk_bytes`: of the logits that the head computes at once, `device`. The result holds `stats` per update, this rank's shard of the
 `weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
 bytes away) per update.
