@@ -130,7 +130,7 @@ def test_the_agents_tokens_have_no_gradient(mean: str) -> None:
     learner.trainer.engine, learner.trainer.backward = TokenLogprobs(model), lambda loss: loss.backward()  # type: ignore[method-assign]
     weights = learner._weights(torch.from_numpy(batch.response_lengths))
     (share,) = Cutter(1, settings.learner.max_micro_batch_tokens, learner.sharing, learner.algorithm).of_update(batch)
-    found = learner._backward(share, share.steps[0], None, weights, 1.0)
+    found = learner._backward(share, share.steps[0], None, weights)
     assert found.tokens == 14
 
     plain, start, flat = load(files), 0, 0
