@@ -5,24 +5,13 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.common import results
 from benchmarks.simulated.cluster_variants import ABLATION
 from benchmarks.simulator_page import TABLES, tables
-from placement.simulate import Setting, named, simulate
-
-AS_BUILT: dict[str, Any] = {"without": lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, "prewarmed": False}
-
-
-def small(name: str, **changes: Any) -> Setting:
-    return named(name).but(prompts=32, prefer=0.9, epochs=1, **changes)
-
-
-def step_times(setting: Setting, policy: Any) -> list[float]:
-    return [step.time_s for step in simulate(setting, [policy], 2).policies[policy[0]].steps]
+from placement.simulate import named, simulate
 
 
 @pytest.mark.slow
