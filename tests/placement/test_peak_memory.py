@@ -92,9 +92,7 @@ def test_adapters_and_offload_take_less_than_all_weights_on_the_device():
 
 def test_choices_begin_with_the_default_and_end_with_the_least_memory():
     found = list(choices(may_offload=True))
-    assert found[0] == UpdateSettings() == UpdateSettings(8192, False, "auto", False) and found[-1] == UpdateSettings(
-        512, True, "off", True
-    )
+    assert found[0] == UpdateSettings() == UpdateSettings(8192, False, False) and found[-1] == UpdateSettings(512, True, True)
     assert len(set(found)) == len(found) and not any(choice.offload for choice in choices(may_offload=False))
 
 
