@@ -114,11 +114,11 @@ class ColocatedGroups:
         """
         broker, leases, ranks = self.context.broker, self.context.leases, worker_group.ranks
         taken = {place for other in self.all for instance in other.by_rank for place in instance.slot.places}
-        free = broker.take()
-        apart = [lease for lease in free if not lease.slot.places & taken]
+        labels, free = worker_group.pool.labels, broker.take()
+        apart = [lease for lease in free if not lease.slot.places & taken and worker_group.pool.may_use(lease)]
         lacks = ranks - len(apart)
-        if 0 < lacks <= sum(leases.nodes.slots({}).values()) - len(leases.held):
-            apart += leases.collect(leases.ask(lacks), worker_group.pool.kind, APART_S)
+        if 0 < lacks <= sum(leases.nodes.slots(labels).values()) - len(leases.held):
+            apart += leases.collect(leases.ask(lacks, labels=labels), worker_group.pool.kind, APART_S)
         own = {place for instance in self.learner.by_rank for place in instance.slot.places}
         shared = sorted((lease for lease in free if lease not in apart), key=lambda lease: not lease.slot.places & own)
         broker.put(apart if len(apart) >= ranks else [*shared, *apart])  # the learner's first: its pass before the update may not be needed

@@ -39,13 +39,13 @@ class GangScheduler:
                 raise LearnerLost(f"node {gone[0]} is gone")
             leases.release(spare)
             slots = [instance.slot for instance in missing if instance is not None]
-            requests = leases.ask_again(slots) if by_rank else leases.ask(len(missing))
+            requests = leases.ask_again(slots) if by_rank else leases.ask(len(missing), labels=self.pool.labels)
             fitting, spare, missing = self.fit(by_rank, [*fitting, *leases.collect(requests, self.pool.kind, ATTEMPT_S)])
             if not missing:
                 break
             where = " on the nodes and devices that hold its state" if homes else ""
             wanted = f"the {self.name} worker group needs {self.ranks} × {leases.bundle} at once{where}"
-            leases.try_again(start, [*fitting, *spare], wanted, 1, {})
+            leases.try_again(start, [*fitting, *spare], wanted, 1, self.pool.labels)
             fitting, spare, missing = self.fit(by_rank, [])
         shares = [[lease] for lease in fitting]
         # The first placement groups of a new cluster take Ray longer, and a warm start uses every core.
@@ -62,7 +62,8 @@ class GangScheduler:
         left = list(leases)
         ranks: list[Instance | None] = [*by_rank] or [None] * self.ranks
         for instance in ranks:
-            lease_for_rank = next((lease for lease in left if instance is None or self.pool.fits(instance, lease.slot)), None)
+            fits = self.pool.may_use if instance is None else lambda lease, rank=instance: self.pool.fits(rank, lease.slot)
+            lease_for_rank = next(filter(fits, left), None)
             if lease_for_rank is None:
                 missing.append(instance)
             else:

@@ -198,7 +198,7 @@ class LearnStage:
         return None if fewer is None else self._layouts(fewer)["learner"]
 
     def _room(self) -> int:
-        return sum(self.context.leases.nodes.slots({}).values())
+        return sum(self.context.leases.nodes.slots(self.worker_group.pool.labels).values())
 
     def _resize(self) -> None:
         """Choose the ranks of the next update, once the engines have this one's weights to load."""

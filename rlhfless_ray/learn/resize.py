@@ -77,10 +77,11 @@ def _start_ranks(group: WorkerGroup, count: int) -> list[Instance] | None:
         broker.put(instance.leases[1:])
         del instance.leases[1:]
     free = pool.leases.without_lost(broker.take())
-    taken = free[:count]
+    free.sort(key=lambda lease: not pool.may_use(lease))
+    taken = [lease for lease in free[:count] if pool.may_use(lease)]
     if (missing := count - len(taken)) > 0:
-        taken += pool.leases.collect(pool.leases.ask(missing), pool.kind, LEASES_S)
-    broker.put(free[count:])
+        taken += pool.leases.collect(pool.leases.ask(missing, labels=pool.labels), pool.kind, LEASES_S)
+    broker.put([lease for lease in free if lease not in taken])
     if len(taken) < count:
         broker.put(taken)
         return None

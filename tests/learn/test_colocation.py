@@ -18,7 +18,7 @@ class Devices(FakeSlots):
 
     resource = "gpu"
 
-    def ask(self, count: int) -> int:
+    def ask(self, count: int, labels: dict[str, str] | None = None) -> int:
         assert count <= len(self.free), "it would wait for devices that are not there"
         return count
 
@@ -28,7 +28,7 @@ class Devices(FakeSlots):
 
 class Group:
     def __init__(self, name: str, ranks: int) -> None:
-        self.name, self.ranks, self.slots, self.pool = name, ranks, ranks, SimpleNamespace(kind=name)
+        self.name, self.ranks, self.slots, self.pool = name, ranks, ranks, SimpleNamespace(kind=name, labels={}, may_use=bool)
         self.by_rank: list[Any] = []
         self.leases: list[Lease] = []
 

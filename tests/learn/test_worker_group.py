@@ -69,7 +69,7 @@ class Cluster(LeaseManager):
         self.held[lease.id] = lease
         return lease
 
-    def ask(self, count: int, nodes: list[str] | None = None) -> list[Any]:
+    def ask(self, count: int, nodes: list[str] | None = None, labels: dict[str, str] | None = None) -> list[Any]:
         return [nodes[i] if nodes and i < len(nodes) else None for i in range(count)]
 
     def ask_again(self, slots: list[Slot]) -> list[Any]:
