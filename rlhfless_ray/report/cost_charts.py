@@ -6,8 +6,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from placement.pools import OWN
 from rlhfless_ray.report.charts import Chart, Row, axis_top, bars, rounded
-from rlhfless_ray.report.formatting import duration, finite, finite_values, number, percent
+from rlhfless_ray.report.formatting import PREEMPTED, duration, finite, finite_values, number, percent
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
 KINDS = ("prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start")
@@ -25,6 +26,20 @@ def by_kind(ledger: Sequence[Row]) -> dict[str, dict[str, float]]:
             cells[activity] = cells.get(activity, 0.0) + slots * row["seconds"]
     order = {kind: i for i, kind in enumerate(KINDS)}
     return {kind: table[kind] for kind in sorted(table, key=lambda kind: (order.get(kind, 99), kind))}
+
+
+def by_pool(ledger: Sequence[Row]) -> list[Row]:
+    """Sum each pool of nodes: leased slot-seconds, money, preempted instances and seconds of lost work. Nothing if there is one pool."""
+    pools: dict[str, Row] = {}
+    for row in ledger:
+        name = str(row.get("pool") or OWN)
+        cells = pools.setdefault(name, {"pool": name, "slot_s": 0.0, "money": 0.0, "preemptions": 0, "lost_s": 0.0})
+        cells["slot_s"] += (finite(row.get("slots")) or 0.0) * row["seconds"]
+        cells["money"] += finite(row.get("money")) or 0.0
+        if row.get("activity") == PREEMPTED:
+            cells["preemptions"] += 1
+            cells["lost_s"] += row["seconds"]
+    return sorted(pools.values(), key=lambda cells: (cells["pool"] != OWN, cells["pool"])) if len(pools) > 1 else []
 
 
 def cost(table: Mapping[str, Mapping[str, float]]) -> Chart | None:

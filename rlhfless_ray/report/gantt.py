@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
+from placement.pools import OWN
 from rlhfless_ray.report.charts import Row
-from rlhfless_ray.report.formatting import finite, natural_order
+from rlhfless_ray.report.formatting import PREEMPTED, finite, natural_order
 
 MAX_SEGMENTS = 24_000  # about 0.8 MB in the page, drawn in a few milliseconds
 JOIN_S = 0.001  # shorter gaps come from rounding
@@ -16,19 +18,29 @@ JOIN_S = 0.001  # shorter gaps come from rounding
 def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
     """Return the data of `gantt.js`: columns of integers (milliseconds; indices into name lists), or None without a ledger.
 
+    Slots of a pool of nodes are neighbours: `pools` has [name, number of its lanes] in order, or nothing if there is one pool. `marks`
+    has [lane, end, lost work] of the instances that were preempted.
+
     Consecutive rows of a slot with the same kind, activity, instance and step become one segment. If more than MAX_SEGMENTS
     remain, the shortest are merged into their left neighbours; `merged_ms` is the longest merged one.
     """
-    rows = [row for row in ledger if row["to_s"] > row["from_s"]]
+    rows = [row for row in ledger if row["to_s"] > row["from_s"] and row.get("activity") != PREEMPTED]
+    preempted = [row for row in ledger if row.get("activity") == PREEMPTED]
     if not rows:
         return None
     several_nodes = len({row.get("node") for row in rows}) > 1
     lanes: dict[str, list[list[Any]]] = {}
     parked: dict[str, list[list[Any]]] = {}
-    for row in rows:
+    pools: dict[str, str] = {}
+
+    def label_of(row: Row) -> str:
         slot = f"{row.get('resource') or 'slot'} {row.get('device')}"
-        label = f"{_short(str(row.get('node')))} {slot}" if several_nodes else slot
+        return f"{_short(str(row.get('node')))} {slot}" if several_nodes else slot
+
+    for row in rows:
+        label = label_of(row)
         lanes.setdefault(label, [])
+        pools.setdefault(label, str(row.get("pool") or ""))
         target = (parked if row.get("activity") in ("parked", "unleased") else lanes).setdefault(label, [])
         key = (str(row.get("kind")), str(row.get("activity")), str(row.get("instance") or ""), row.get("step"))
         last = target[-1] if target else None
@@ -38,7 +50,9 @@ def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
             target.append([row["from_s"], row["to_s"], key])
     threshold = _merge(lanes)
     _merge(parked)
-    labels = sorted(lanes, key=natural_order)
+    labels = sorted(lanes, key=lambda label: (pools[label] not in ("", OWN), pools[label], natural_order(label)))
+    bands = [[pool, len([*group])] for pool, group in groupby(labels, pools.__getitem__)]
+    marks = [[labels.index(label_of(row)), _ms(row["to_s"]), _ms(row["seconds"])] for row in preempted if label_of(row) in lanes]
     names: dict[str, dict[str, int]] = {"kinds": {}, "activities": {}, "instances": {}}
     columns: dict[str, list[Any]] = {key: [] for key in ("lane", "from", "to", "kind", "activity", "instance", "step")}
     for i, label in enumerate(labels):
@@ -52,7 +66,8 @@ def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
     end = max(row["to_s"] for row in rows)
     begin = min(row["from_s"] for row in rows)
     return {
-        "lanes": labels, **{key: list(table) for key, table in names.items()}, **columns, "range": [_ms(begin), _ms(end)],
+        "lanes": labels, "pools": bands if len(bands) > 1 else [], "marks": marks,
+        **{key: list(table) for key, table in names.items()}, **columns, "range": [_ms(begin), _ms(end)],
         "steps": _bounds(rows, steps), "merged_ms": None if threshold is None else round(1000 * threshold, 1),
     }  # fmt: skip
 

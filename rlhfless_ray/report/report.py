@@ -13,7 +13,7 @@ from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report import charts, cost_charts, draft_charts, plan_charts, prefix_charts, summary
 from rlhfless_ray.report.charts import Chart, thin
-from rlhfless_ray.report.formatting import duration, number, percent
+from rlhfless_ray.report.formatting import duration, money, number, percent
 from rlhfless_ray.report.gantt import gantt
 from rlhfless_ray.report.read_run import RunRecord
 
@@ -77,6 +77,7 @@ def write_report(run_folder: Path) -> Path:
         constant=constant,
         cost=cost,
         cost_table=table,
+        pool_table=cost_charts.by_pool(record.ledger),
         full_cost=sum(sum(cells.values()) for cells in table.values()),
         activities=cost_charts.ACTIVITIES,
         phases=phases,
@@ -127,7 +128,7 @@ def _template(name: str) -> Template:
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"duration": duration, "number": number, "percent": percent}
+    environment.filters |= {"duration": duration, "money": money, "number": number, "percent": percent}
     return environment.get_template(name)
 
 

@@ -1,8 +1,8 @@
 """The timeline: the ledger as Chrome trace events, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A process is a node, and a thread is one of its slots. A slot's track shows the holder (`rollout`) with its activities (`work`,
-`transfer`, `idle`, `start`) nested below. Warm memory without a lease has a process of its own, with one thread per parked
-instance. The process `run` has the steps and a counter of leased slots by kind.
+A process is a node, named with its pool if that is not the run's own nodes, and a thread is one of its slots. A slot's track shows the
+holder (`rollout`) with its activities (`work`, `transfer`, `idle`, `start`) nested below. Warm memory without a lease has a process of
+its own, with one thread per parked instance. The process `run` has the steps and a counter of leased slots by kind.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from placement.pools import OWN
 from rlhfless_ray.common.disk_space import writing
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.cost_charts import PHASES
-from rlhfless_ray.report.formatting import finite, natural_order
+from rlhfless_ray.report.formatting import PREEMPTED, finite, natural_order
 
 STEP_KEYS = (
     *("reward/mean", "pool/rollout_actors", "pool/reason", "cost/busy_slot_s", "cost/full_slot_s"),
@@ -30,18 +31,23 @@ Event = JsonObject
 def trace_events(rows: Iterable[Row], metrics: Iterable[Row] = ()) -> Iterator[Event]:
     """Yield trace events (microseconds) of ledger rows and, for the steps, of metrics rows (seconds).
 
-    Every ledger row becomes one complete event of category `activity`.
+    Every ledger row becomes one complete event of category `activity`, or an instant event if it is about a preemption.
     """
     ordered = sorted(rows, key=_interval)
     yield from _process(1, "run", 0)
     yield {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "steps"}}
     yield from _steps(metrics)
-    groups: dict[tuple[bool, str], list[Row]] = {}
+    groups: dict[tuple[bool, str, str], list[Row]] = {}
     for row in ordered:
-        groups.setdefault((row.get("activity") == "parked", str(row.get("node") or "?")), []).append(row)
-    for pid, (parked, node) in enumerate(sorted(groups), 10):
-        yield from _process(pid, f"{'parked instances on' if parked else 'node'} {node}", 900 + pid if parked else pid)
-        yield from _tracks(pid, groups[parked, node], parked)
+        pool = str(row.get("pool") or OWN)
+        key = row.get("activity") == "parked", "" if pool == OWN else pool, str(row.get("node") or "?")
+        groups.setdefault(key, []).append(row)
+    for pid, (parked, pool, node) in enumerate(sorted(groups), 10):
+        name = f"{'parked instances on' if parked else 'node'} {node}" + (f" (pool {pool})" if pool else "")
+        yield from _process(pid, name, 900 + pid if parked else pid)
+        rows_of_node = groups[parked, pool, node]
+        yield from _tracks(pid, [row for row in rows_of_node if row.get("activity") != PREEMPTED], parked)
+        yield from (_preemption(pid, row) for row in rows_of_node if row.get("activity") == PREEMPTED)
     yield from _counters(ordered)
 
 
@@ -77,6 +83,11 @@ def _process(pid: int, name: str, order: int) -> list[Event]:
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": order}},
     ]
+
+
+def _preemption(pid: int, row: Row) -> Event:
+    about = {"instance": row.get("instance"), "pool": row.get("pool"), "lost_s": row["seconds"]}
+    return {"ph": "i", "s": "p", "cat": "preemption", "name": PREEMPTED, "pid": pid, "tid": 1, "ts": _interval(row)[1], "args": about}
 
 
 def _tracks(pid: int, rows: list[Row], parked: bool) -> Iterator[Event]:

@@ -1,7 +1,7 @@
 "use strict";
 // The lease timeline on two canvases: a window of the run, and below it the whole run to choose the window from.
 function drawGantt(root, data, palette, dark) {
-  const ROW = data.lanes.length > 32 ? 13 : 24, TOP = 22, BAR = ROW - 8;
+  const ROW = data.lanes.length > 32 ? 13 : 24, TOP = 22, BAR = ROW - 8, HEAD = 18;
   const [begin, end] = data.range, count = data.from.length;
   let colour = palette(), hatches = {}, view = [begin, end], hover = -1, frame = 0;
   const element = (tag, attributes, ...children) => {
@@ -9,6 +9,13 @@ function drawGantt(root, data, palette, dark) {
     node.append(...children);
     return node;
   };
+  // Lanes of a pool lie together in a band, below a line with its name.
+  const bands = [], bandOf = [];
+  data.pools.forEach(([name, lanes], i) => { bands.push({ name, first: bandOf.length, lanes }); for (let k = 0; k < lanes; k++) bandOf.push(i); });
+  const topOf = row => TOP + row * ROW + (bands.length ? (bandOf[row] + 1) * HEAD : 0);
+  const laneAt = y => data.lanes.findIndex((_, row) => y >= topOf(row) && y < topOf(row) + ROW);
+  const bottomOfLanes = () => topOf(data.lanes.length - 1) + ROW;
+  const poolName = name => name === "own" ? "own nodes" : name;
   const kindName = i => data.kinds[i].replace("_", " ");
   const kindColour = (i, opacity) => colour(["prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start"].includes(data.kinds[i]) ? data.kinds[i] : "other", opacity);
   const seconds = ms => ms < 1000 ? `${+ms.toPrecision(3)} ms` : ms < 120000 ? `${(ms / 1000).toFixed(2)} s` : `${(ms / 60000).toFixed(1)} min`;
@@ -92,11 +99,16 @@ function drawGantt(root, data, palette, dark) {
   const toMs = x => view[0] + (x - left) / (width - left) * (view[1] - view[0]);
 
   function drawMain() {
-    const height = TOP + data.lanes.length * ROW + 22;
+    const bottom = bottomOfLanes(), height = bottom + 22;
     const [pen, full] = prepare(main, height);
     width = full;
     left = Math.min(150, 12 + Math.max(...["whole run", ...data.lanes].map(lane => pen.measureText(lane).width)));
-    const bottom = TOP + data.lanes.length * ROW;
+    bands.forEach((band, i) => {
+      const top = topOf(band.first) - HEAD;
+      if (i % 2) { pen.fillStyle = colour("score", 0.08); pen.fillRect(0, top, width, HEAD + band.lanes * ROW); }
+      pen.fillStyle = colour("line"); pen.fillRect(0, top, width, 1);
+      pen.fillStyle = colour("muted"); pen.textAlign = "left"; pen.fillText(`pool ${poolName(band.name)}`, 4, top + HEAD / 2 + 1);
+    });
     pen.save(); pen.beginPath(); pen.rect(left, 0, width - left, height); pen.clip();
     pen.textAlign = "center";
     let labelled = -Infinity;
@@ -111,7 +123,7 @@ function drawGantt(root, data, palette, dark) {
       }
     });
     lanes.forEach((lane, row) => {
-      const y = TOP + row * ROW + 3;
+      const y = topOf(row) + 3;
       for (const [list, top, tall] of [[lane.parked, y + BAR + 1, 3], [lane.leased, y, BAR]]) {
         let covered = -1;
         for (let at = firstIn(list); at < list.length && data.from[list[at]] <= view[1]; at++) {
@@ -124,6 +136,12 @@ function drawGantt(root, data, palette, dark) {
         }
       }
     });
+    pen.strokeStyle = colour("bad"); pen.lineWidth = 2;
+    for (const [row, end] of data.marks) {
+      const x = toX(end), y = topOf(row) + 3 + BAR / 2, r = Math.min(5, BAR / 2);
+      if (end < view[0] || end > view[1]) continue;
+      pen.beginPath(); pen.moveTo(x - r, y - r); pen.lineTo(x + r, y + r); pen.moveTo(x - r, y + r); pen.lineTo(x + r, y - r); pen.stroke();
+    }
     pen.fillStyle = pen.strokeStyle = colour("muted");
     const span = view[1] - view[0], raw = span / Math.max(2, (width - left) / 110), scale = 10 ** Math.floor(Math.log10(raw));
     const unit = [1, 2, 5, 10].map(step => step * scale).find(step => step >= raw);
@@ -134,7 +152,7 @@ function drawGantt(root, data, palette, dark) {
     }
     pen.restore();
     pen.textAlign = "right"; pen.fillStyle = colour("ink");
-    data.lanes.forEach((lane, row) => pen.fillText(lane, left - 8, TOP + row * ROW + 3 + BAR / 2));
+    data.lanes.forEach((lane, row) => pen.fillText(lane, left - 8, topOf(row) + 3 + BAR / 2));
     pen.fillStyle = colour("line"); pen.fillRect(left, bottom, width - left, 1);
   }
 
@@ -171,15 +189,16 @@ function drawGantt(root, data, palette, dark) {
     if (data.activities.includes("transfer")) add("transfer: paler", kindColour(0, 0.55));
     if (data.activities.includes("start")) add("start: striped", stripes(kindColour(0, 0.2), kindColour(0, 0.8)));
     if (data.activities.includes("idle")) add("idle", colour("idle", 0.6));
+    if (data.marks.length) add("preempted: ✕", colour("bad"));
   }
 
   // Pointer: hover shows a segment, dragging moves the window.
   let drag = null;
   const place = event => { const box = event.target.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
   function find(x, y) {
-    const row = Math.floor((y - TOP) / ROW), ms = toMs(x), slack = 1.5 * (view[1] - view[0]) / (width - left);
-    if (row < 0 || row >= lanes.length || x < left) return -1;
-    const inLane = (y - TOP) - row * ROW, list = inLane > BAR + 3 ? lanes[row].parked : lanes[row].leased;
+    const row = laneAt(y), ms = toMs(x), slack = 1.5 * (view[1] - view[0]) / (width - left);
+    if (row < 0 || x < left) return -1;
+    const inLane = y - topOf(row), list = inLane > BAR + 3 ? lanes[row].parked : lanes[row].leased;
     for (let at = firstIn(list); at < list.length && data.from[list[at]] <= ms + slack; at++) if (data.to[list[at]] >= ms - slack) {
       if (data.from[list[at]] <= ms && ms <= data.to[list[at]] || at + 1 >= list.length || data.from[list[at + 1]] > ms) return list[at];
     }
