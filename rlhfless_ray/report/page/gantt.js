@@ -15,7 +15,7 @@ function drawGantt(root, data, palette, dark) {
   const topOf = row => TOP + row * ROW + (bands.length ? (bandOf[row] + 1) * HEAD : 0);
   const laneAt = y => data.lanes.findIndex((_, row) => y >= topOf(row) && y < topOf(row) + ROW);
   const bottomOfLanes = () => topOf(data.lanes.length - 1) + ROW;
-  const poolName = name => name === "own" ? "own nodes" : name;
+  const bandName = name => name === "own" ? "own nodes" : `pool ${name}`;
   const kindName = i => data.kinds[i].replace("_", " ");
   const kindColour = (i, opacity) => colour(["prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start"].includes(data.kinds[i]) ? data.kinds[i] : "other", opacity);
   const seconds = ms => ms < 1000 ? `${+ms.toPrecision(3)} ms` : ms < 120000 ? `${(ms / 1000).toFixed(2)} s` : `${(ms / 60000).toFixed(1)} min`;
@@ -107,7 +107,6 @@ function drawGantt(root, data, palette, dark) {
       const top = topOf(band.first) - HEAD;
       if (i % 2) { pen.fillStyle = colour("score", 0.08); pen.fillRect(0, top, width, HEAD + band.lanes * ROW); }
       pen.fillStyle = colour("line"); pen.fillRect(0, top, width, 1);
-      pen.fillStyle = colour("muted"); pen.textAlign = "left"; pen.fillText(`pool ${poolName(band.name)}`, 4, top + HEAD / 2 + 1);
     });
     pen.save(); pen.beginPath(); pen.rect(left, 0, width - left, height); pen.clip();
     pen.textAlign = "center";
@@ -154,6 +153,8 @@ function drawGantt(root, data, palette, dark) {
     pen.textAlign = "right"; pen.fillStyle = colour("ink");
     data.lanes.forEach((lane, row) => pen.fillText(lane, left - 8, topOf(row) + 3 + BAR / 2));
     pen.fillStyle = colour("line"); pen.fillRect(left, bottom, width - left, 1);
+    pen.fillStyle = colour("muted"); pen.textAlign = "left";
+    for (const band of bands) pen.fillText(bandName(band.name), 4, topOf(band.first) - HEAD / 2 + 1);
   }
 
   function drawOver() {  // leased slots over the whole run, stacked by kind
