@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
+from rlhfless_ray.recipe import Recipe
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "recipes" / "cluster"
@@ -25,13 +26,17 @@ def test_the_slurm_script_is_bash_and_wants_a_recipe() -> None:
     assert done.returncode == 2 and "usage: sbatch" in done.stderr
 
 
-def job_and_schema() -> tuple[dict[str, Any], jsonschema.Draft202012Validator]:
+JOBS = pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("rayjob*.yaml")))
+
+
+def job_and_schema(name: str = "rayjob") -> tuple[dict[str, Any], jsonschema.Draft202012Validator]:
     schema = yaml.safe_load(Path(__file__).with_name("rayjob_schema.yaml").read_text())
-    return yaml.safe_load((FOLDER / "rayjob.yaml").read_text()), jsonschema.Draft202012Validator(schema)
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text()), jsonschema.Draft202012Validator(schema)
 
 
-def test_the_ray_job_has_only_fields_that_kuberay_and_kubernetes_know() -> None:
-    job, schema = job_and_schema()
+@JOBS
+def test_the_ray_job_has_only_fields_that_kuberay_and_kubernetes_know(name: str) -> None:
+    job, schema = job_and_schema(name)
     schema.check_schema(schema.schema)
     assert [error.message for error in schema.iter_errors(job)] == []
     cluster = job["spec"]["rayClusterSpec"]
@@ -63,8 +68,21 @@ def test_a_field_of_the_ray_job_that_is_wrong_is_found(spoil: Callable[[dict[str
     assert len([*schema.iter_errors(job)]) == 1
 
 
-def test_the_ray_job_trains_a_recipe_that_is_there_in_a_folder_that_stays() -> None:
-    job = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
+def test_groups_of_workers_are_the_pools_of_the_recipe_and_spot_pods_reach_spot_nodes() -> None:
+    job, _ = job_and_schema("rayjob_pools")
+    groups = {group["groupName"]: group for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
+    labels = {name: dict([group["rayStartParams"]["labels"].split("=")]) for name, group in groups.items()}
+    (pool,) = Recipe.load(ROOT / re.search(r"train (\S+)", job["spec"]["entrypoint"])[1]).rollout.pools  # type: ignore[index]
+    assert pool.labels == labels["spot"] != labels["on-demand"]
+    pod = groups["spot"]["template"]["spec"]
+    ((key, value),) = pod["nodeSelector"].items()
+    assert [(one["key"], one["value"]) for one in pod["tolerations"]] == [(key, value)]
+    assert pod["terminationGracePeriodSeconds"] == pool.notice_s and groups["spot"]["minReplicas"] == 0
+
+
+@JOBS
+def test_the_ray_job_trains_a_recipe_that_is_there_in_a_folder_that_stays(name: str) -> None:
+    job, _ = job_and_schema(name)
     recipe, root = re.search(r"train (\S+) run.root=(\S+)", job["spec"]["entrypoint"]).groups()  # type: ignore[union-attr]
     assert (ROOT / recipe).exists()
     cluster = job["spec"]["rayClusterSpec"]

@@ -56,7 +56,7 @@ class FunctionsConfig(Section):
     budget, up to the number. Processes whose node was lost or drained do not count."""
     notice: AddressOrPath = ""
     """Where a node reads that it will be taken away: `aws`, `gcp` or `azure` for the metadata server of that cloud, a URL, or a file. Each
-    node reads its own, every second. With `{address}` in it the driver's node reads it for every node's address (docs/clusters.md). Empty:
+    node reads its own, every second. With `{address}` in it the driver's node reads it for every node's address (docs/spot.md). Empty:
     Ray alone says so, when it drains a node."""
 
 
