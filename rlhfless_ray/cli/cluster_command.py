@@ -52,15 +52,37 @@ def cluster(
         print("no run shares the slots of this cluster now")
 
 
+def kinds_of_nodes(pool: JsonObject) -> dict[str, list[str]]:
+    """Return {labels: node ids}, or nothing if all nodes have the same labels."""
+    kinds: dict[str, list[str]] = {}
+    for node, labels in pool.get("labels", {}).items():
+        kinds.setdefault(", ".join(f"{key}={value}" for key, value in sorted(labels.items())) or "other nodes", []).append(node)
+    return dict(sorted(kinds.items())) if len(kinds) > 1 else {}
+
+
 def show(pool: JsonObject) -> None:
     from rich.table import Table
 
     from rlhfless_ray.report.formatting import duration, money, slot_time
 
     unit = "GPUs" if pool["resource"] == "gpu" else "CPU cores"
+    kinds = kinds_of_nodes(pool)
     title = f"{pool['slots']} slots ({unit}) on {len(pool['nodes'])} nodes, {pool['slots'] - pool['held']} without a run"
     costs = ("paid", "money", "paid today", "money today")
-    table = Table("run", "since", "holds", "target", "waits for", "share", *costs, "lent", "borrowed", "why", title=title)
+    table = Table(
+        "run",
+        "since",
+        "holds",
+        *(f"on {kind}" for kind in kinds),
+        "target",
+        "waits for",
+        "share",
+        *costs,
+        "lent",
+        "borrowed",
+        "why",
+        title=title,
+    )
 
     def cost(*runs: JsonObject) -> list[str]:
         slot_s, amount, today_s, amount_today = (
@@ -74,6 +96,7 @@ def show(pool: JsonObject) -> None:
             run["name"] if run["silent_s"] < 5 else f"{run['name']} (silent for {duration(run['silent_s'])})",
             duration(run["since_s"]),
             str(run["held"]),
+            *(str(sum(run["slots_by_node"].get(node, 0) for node in nodes)) for nodes in kinds.values()),
             str(run["target"]),
             str(run["waits"] or ""),
             share if run["priority"] == 1 else f"{share}, priority {run['priority']:g}",
@@ -82,14 +105,18 @@ def show(pool: JsonObject) -> None:
             slot_time(run["borrowed_slot_s"]),
             run["reason"],
         )
+    blank = [""] * len(kinds)
     earlier, newest = pool["past"][:-MAX_PAST], pool["past"][-MAX_PAST:]
     if earlier:
-        table.add_row(f"{len(earlier)} runs", "", "", "", "", "", *cost(*earlier), "", "", "ended before those below")
+        table.add_row(f"{len(earlier)} runs", "", "", *blank, "", "", "", *cost(*earlier), "", "", "ended before those below")
     for run in newest:
         ended = f"ended {duration(run['ended_s_ago'])} ago"
-        table.add_row(run["name"], duration(run["lasted_s"]), "", "", "", "", *cost(run), "", "", ended)
+        table.add_row(run["name"], duration(run["lasted_s"]), "", *blank, "", "", "", *cost(run), "", "", ended)
     table.add_section()
-    table.add_row("all runs", "", str(pool["held"]), "", "", "", *cost(*pool["runs"], *pool["past"]), "", "", "today begins at 0:00 UTC")
+    slots = (f"of {sum(pool['nodes'][node] for node in nodes)}" for nodes in kinds.values())
+    table.add_row(
+        "all runs", "", str(pool["held"]), *slots, "", "", "", *cost(*pool["runs"], *pool["past"]), "", "", "today begins at 0:00 UTC"
+    )
     console = table_console(200)
     console.print(table)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pool["began_s"]))

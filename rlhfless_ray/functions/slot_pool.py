@@ -178,6 +178,7 @@ class SlotPool:
             "resource": self.resource,
             "slots": state.size,
             "nodes": {id: count for id, (count, _) in state.nodes.items()},
+            "labels": {id: {k: v for k, v in labels.items() if not k.startswith("ray.io/")} for id, (_, labels) in state.nodes.items()},
             "held": sum(slot.holder != "" for slot in state.slots.values()),
             "free_slot_s": state.free_slot_s,
             "handovers": state.handovers,

@@ -88,7 +88,7 @@ def make_leases(
         private: whether the cluster serves this run alone.
     """
     nodes = ClusterNodes(resource)
-    if recipe.functions.notice and not private:
+    if recipe.functions.notice and (recipe.cluster.local_nodes or not private):
         nodes.notices = NoticePolls(recipe.functions.notice, nodes.listed, say)
     pools = NodePools(nodes, engine_pools(recipe.rollout, recipe.price, resource))
     run_id = name_of_run(folder)
