@@ -86,7 +86,7 @@ CHANGES: dict[str, Strike] = {
 }
 
 
-class Changes(Chaos):
+class ClusterChanges(Chaos):
     """One change in each step from the second on, of a kind that is possible then."""
 
     def __init__(self, events: int, nodes: Nodes, seed: int, say: Callable[[str], None] = lambda said: None) -> None:
@@ -100,7 +100,7 @@ class Changes(Chaos):
         return True
 
 
-def compared(clean: dict[str, Any], run: FaultInjector, changes: Changes, nodes: Nodes) -> dict[str, Any]:
+def compared(clean: dict[str, Any], run: FaultInjector, changes: ClusterChanges, nodes: Nodes) -> dict[str, Any]:
     """Make all steps of a run on the changing cluster. Returns what differs from the run without changes."""
     struck = on_cluster(nodes, run)
     changes.done = [(step, kind, moment) for (step, _, moment), kind in zip(changes.done, changes.kinds_done, strict=True)]
@@ -127,7 +127,7 @@ def replayed(folder: Path, events: int, seed: int, say: Callable[[str], None]) -
     try:
         clean = on_cluster(nodes, run_of("clean", lambda run, moment: None))
         say(f"the run without changes: {clean['steps']} steps in {clean['seconds']:.0f} s")
-        changes = Changes(events, nodes, seed, say)
+        changes = ClusterChanges(events, nodes, seed, say)
         return compared(clean, run_of("changing", changes), changes, nodes)
     finally:
         nodes.close()
@@ -158,7 +158,7 @@ def real(folder: Path, events: int, seed: int, say: Callable[[str], None]) -> di
     say(f"the run without changes: {clean['steps']} steps in {clean['seconds']:.0f} s")
     nodes = Nodes(MOST, store_bytes=256 * 2**20, head_cores=1, labels=SPOT)
     try:
-        changes = Changes(events, nodes, seed, say)
+        changes = ClusterChanges(events, nodes, seed, say)
         return compared(clean, FaultInjector(recipe_of("changing", POOLS), changes), changes, nodes)
     finally:
         nodes.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import changing_cluster
-from benchmarks.changing_cluster import ANY, CHANGES, MOST, Changes, reached
+from benchmarks.changing_cluster import ANY, CHANGES, MOST, ClusterChanges, reached
 
 
 class FakeNodes:
@@ -39,7 +39,7 @@ def test_each_step_has_one_change_of_a_kind_that_is_possible(monkeypatch: pytest
     monkeypatch.setattr(changing_cluster, "drain", lambda node, seconds: drained.append(node))
     monkeypatch.setitem(CHANGES, "price changes", lambda run, rng, nodes: prices.update(["changed"]) is None)
     nodes = FakeNodes()
-    changes, counts = Changes(200, nodes, seed=0), list[int]()  # type: ignore[arg-type]
+    changes, counts = ClusterChanges(200, nodes, seed=0), list[int]()  # type: ignore[arg-type]
     for step in range(1, 230):
         run: Any = SimpleNamespace(parts=SimpleNamespace(session=SimpleNamespace(step=SimpleNamespace(number=step))))
         for moment in ANY:
