@@ -163,8 +163,8 @@ def test_a_rollout_may_go_on_under_the_old_weights_to_its_end(tmp_path: Path, mo
     check_each_token(recipe, folder, steps)
 
 
-class HeldForScores(HookedRun):
-    """Its driver looks at the engine again only once a group that will certainly be trained is being scored. The engine may be
+class HeldForPasses(HookedRun):
+    """Its driver looks at the engine again only once a pass over a group that will certainly be trained has ended. The engine may be
     far ahead of a driver that gets no time on a busy machine, and a rollout ends with its last report."""
 
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
@@ -173,7 +173,7 @@ class HeldForScores(HookedRun):
         def hold(tail: EarlyWork, seconds: float) -> None:
             poll(tail, seconds)
             end_s = time.monotonic() + 60
-            while tail.settled and not tail.scored and time.monotonic() < end_s:
+            while tail.settled and not tail.learning.passes.logprobs.known and time.monotonic() < end_s:
                 time.sleep(0.02)
                 poll(tail, seconds)
 
@@ -182,15 +182,17 @@ class HeldForScores(HookedRun):
             return roll_out()
 
 
-def test_scoring_groups_that_are_certain_to_be_trained_changes_nothing_but_the_time(
+def test_passes_over_groups_that_are_certain_to_be_trained_change_nothing_but_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scoring takes the slot that no engine has. A run that repeats the responses and does all in turn draws the same tokens and makes
-    the same updates."""
+    """Scoring and the learner take the slot that no engine has. A run that repeats the responses and does all in turn draws the same
+    tokens and makes the same updates."""
     monkeypatch.setattr(LiveRollout, "tail_s", lambda self: 1000.0)
-    tree = small_recipe(tmp_path, **PARTIAL, rollout__max_actors=1, cluster__cpus=2, learner__micro_batch_tokens=64)
+    tree = small_recipe(
+        tmp_path, **PARTIAL, rollout__max_actors=1, cluster__cpus=2, learner__micro_batch_tokens=64, algorithm__updates_per_step=2
+    )
     recipe, folder = Recipe.parse(tree), tmp_path / "runs" / "small"
-    with engines_in_step(), HeldForScores(recipe) as run:
+    with engines_in_step(), HeldForPasses(recipe) as run:
         steps = list(run)
     early = check_log_probabilities(recipe, folder, steps)
     with RepeatedRun(Recipe.parse(tree | {"run": tree["run"] | {"name": "again"}}), orders_of(folder)) as run:
@@ -200,7 +202,7 @@ def test_scoring_groups_that_are_certain_to_be_trained_changes_nothing_but_the_t
                 assert sample.completion.token_ids.tolist() == same.completion.token_ids.tolist()
                 np.testing.assert_allclose(sample.completion.logprobs, same.completion.logprobs, atol=1e-4)
     late = rows(tmp_path / "runs" / "again", 1)
-    assert any(row["overlap/scored"] for row in early)
+    assert any(row["overlap/scored"] for row in early) and any(row["overlap/logprobs"] for row in early)
     for one, other in zip(early, late, strict=True):
         assert one["tokens/trained"] == other["tokens/trained"] and one["lag/max"] == other["lag/max"]
         for name in ("reward/mean", "learn/loss", "learn/grad_norm", "learn/importance_mean", "learn/effective_share", "lag/kl_0"):
