@@ -68,11 +68,10 @@ def lose_all(run: FaultInjector, rng: Any, nodes: Nodes) -> bool:
 
 
 def change_price(run: FaultInjector, rng: Any, nodes: Nodes) -> bool:
-    """Let the run plan and bill with another price from the next plan and lease on."""
+    """Bill another price from the next lease on. Plans do not use prices of pools yet."""
     pools, price = run.leases.pools, float(rng.choice(PRICES))
     kinds = [replace(kind, price_per_hour=price) if kind.name == "spot" else kind for kind in pools.kinds]
     pools.__init__(pools.nodes, kinds)  # type: ignore[misc]  # the ledger refers to it
-    run.autoscaler.frontiers.use_pools(kinds)
     return True
 
 
