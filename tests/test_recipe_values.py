@@ -84,9 +84,7 @@ def test_paths_expand_home_and_variables_everywhere(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "url", ["s3://bucket/x", "gs://bucket/x", "hdfs://host/x", "file:///tmp/x", "hf://org/x", "abfss://a@b/x", "s3:/bucket"]
 )
-@pytest.mark.parametrize(
-    "key", ["run.root", "save.path", "checkpoint.path", "policy.path", "critic.path", "reference.path", "evaluate.path"]
-)
+@pytest.mark.parametrize("key", ["run.root", "save.path", "checkpoint.path", "critic.path", "reference.path"])
 def test_remote_paths_are_refused_by_their_scheme(tmp_path: Path, key: str, url: str) -> None:
     with pytest.raises(UserError) as caught:
         Recipe.load(recipe_file(tmp_path), [f"{key}={url}"])

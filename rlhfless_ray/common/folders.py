@@ -12,6 +12,11 @@ from pathlib import Path
 MAX_FOLDERS = 9999  # of one name
 
 
+def cache_folder() -> Path:
+    """Return `$XDG_CACHE_HOME/rlhfless-ray` or `~/.cache/rlhfless-ray`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhfless-ray"
+
+
 def numbered(root: Path, name: str) -> Iterator[Path]:
     """Yield `<root>/<name>`, `<name>-2`, `-3`, …; a new folder is the first that does not exist."""
     return (root / (name + (f"-{number}" if number > 1 else "")) for number in range(1, MAX_FOLDERS + 1))

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.folders import cache_folder
+from rlhfless_ray.common.remote_files import fetched, is_remote
 from rlhfless_ray.prompts.read_rows import FILE_TYPES, NamedRow, first_line, numbered, read_file
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ def read_source(source: str, split: str, setting: str) -> list[NamedRow]:
     """Return every row of one data set. `source` may end in `@subdir`."""
     if not source.strip():  # an empty path would be the working folder
         raise UserError(f"{setting}.path: the name of a data set is empty; remove the surplus comma")
+    if is_remote(source):
+        return read_source(str(fetched(source, f"{setting}.path", cache_folder() / "remote")), split, setting)
     path, where = Path(source), f"{setting}.path {source}"
     name, at, subdir = source.rpartition("@")
     if at and not path.exists():
@@ -120,7 +124,7 @@ def _load_from_hub(name: str, subdir: str, where: str) -> Dataset | DatasetDict:
     except Exception as error:
         raise UserError(
             f"{where}: there is no such file or folder, and the Hugging Face hub does not give a data set of that name "
-            f"({first_line(error)}); give a path, or check name and network"
+            f"({first_line(error)}), nor has the cache {datasets.config.HF_DATASETS_CACHE}; give a path, or check name and network"
         ) from None
 
 

@@ -95,8 +95,13 @@ class Recipe(RecipeFile):
             self._mistakes_in_training,
             self._mistakes_in_rewards,
             self._mistakes_in_exact,
+            self._mistakes_in_mirror,
         )
         return self
+
+    def _mistakes_in_mirror(self) -> Iterator[str]:
+        if self.run.mirror and self.checkpoint.path:
+            yield "run.mirror: it copies the run folder, and checkpoint.path puts checkpoints elsewhere; set one of the two"
 
     def _mistakes_in_prompts(self) -> Iterator[str]:
         """Check prompts and held-out prompts."""

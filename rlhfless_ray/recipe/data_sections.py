@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhfless_ray.recipe.local_path import LocalPath, LocalPaths
+from rlhfless_ray.recipe.local_path import InputPath, InputPaths
 from rlhfless_ray.recipe.section import MAX_ROWS, Name, Section
 
 
@@ -27,10 +27,10 @@ class DataSources(Section):
     section: ClassVar[str]  # name of the section in its recipe
     task: str = ""
     """A built-in task: `chain` or `sort`. Set exactly one of this, `path` and `paths`."""
-    path: LocalPath = ""
+    path: InputPath = ""
     """A JSONL, JSON, CSV, parquet or Arrow file, a folder that `datasets` can load (or one written by it), a Python file
-    with a `datasets` builder, or a data set's name on the Hugging Face hub."""
-    paths: list[LocalPath] = Field(default_factory=list)
+    with a `datasets` builder, a data set's name on the Hugging Face hub, or the URL of a file or folder, such as `s3://bucket/data`."""
+    paths: list[InputPath] = Field(default_factory=list)
     """Several data sets; `name@subdir` is a folder of one. They follow each other, or are mixed by `probabilities`."""
     probabilities: list[float] | None = None
     """Shares of `paths` in the mix. Rows are drawn by these shares until every data set is used up; smaller ones repeat."""
@@ -101,7 +101,7 @@ class PromptsConfig(DataSources):
 
 
 class EvaluateConfig(Section):
-    path: LocalPaths = ""
+    path: InputPaths = ""
     """A data set to evaluate on, as in `prompts.path`, or several separated by commas. Empty: held-out rows."""
     split: str = Field("train", min_length=1)
     """Split of that data set."""

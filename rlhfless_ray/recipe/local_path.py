@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.remote_files import check_url, is_remote
 
 SCHEME = re.compile(r"(?:^|(?<=,)\s*)([A-Za-z][\w+.-]+):(?:/|:)|([\w+.-]*)://")  # `pathlib` makes `s3:/` of `s3://`
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
@@ -17,6 +18,8 @@ SHELL = re.compile(r"\$[({][^)}]*[)}]?|`[^`]*`?")
 INSTEAD = {
     "file": "write the path alone, without `file://`",
     "hf": "write the name of a model or data set on the Hugging Face hub as `org/name`, or give a local copy",
+    "s3": "name a local folder; `run.mirror` copies the run folder to a bucket, and `policy.path` and data sets may be there",
+    "gs": "name a local folder; `run.mirror` copies the run folder to a bucket, and `policy.path` and data sets may be there",
     "http": "download it, and name the local copy",
     "https": "download it, and name the local copy",
 }
@@ -54,6 +57,23 @@ def _address_or_path(text: str) -> str:
     return text if "://" in text else expand(text)
 
 
+def input_path(text: str) -> str:
+    """Return an expanded path, or the URL of a remote file or folder. Raises ValueError as `local_path` does."""
+    return check_url(text) if is_remote(text) else local_path(text)
+
+
+def input_paths(text: str) -> str:
+    """Return paths or URLs separated by commas, each as by `input_path`."""
+    return re.sub(r"[^,\s][^,]*", lambda part: input_path(part[0]), text)
+
+
+def remote_folder(text: str) -> str:
+    """Return the URL of a remote folder, or nothing. Raises ValueError for anything else."""
+    if text and not is_remote(text):
+        raise ValueError("not the URL of a remote folder, such as s3://bucket/runs or gs://bucket/runs")
+    return check_url(text)
+
+
 def given_path(path: str | Path, where: str) -> Path:
     """Return a path of the command line, expanded. Raises UserError, whose message begins with `where`, as `local_path` does."""
     try:
@@ -65,4 +85,7 @@ def given_path(path: str | Path, where: str) -> Path:
 LocalPath = Annotated[str, AfterValidator(local_path)]
 LocalPaths = Annotated[str, AfterValidator(local_paths)]
 """Several paths separated by commas."""
+InputPath = Annotated[str, AfterValidator(input_path)]
+InputPaths = Annotated[str, AfterValidator(input_paths)]
+RemoteFolder = Annotated[str, AfterValidator(remote_folder)]
 AddressOrPath = Annotated[str, AfterValidator(_address_or_path)]

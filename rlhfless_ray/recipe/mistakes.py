@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 
 from pydantic import BaseModel, ValidationError
+
+WITH_PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")  # a URL that messages and logs must not show
 
 
 def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
@@ -29,7 +32,7 @@ def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
     if not dotted or message.startswith((f"{dotted}.", f"{dotted}:")):
         return message
     given = first.get("input")
-    shown = "" if isinstance(given, (dict, BaseModel)) else f" (got {given!r})"
+    shown = "" if isinstance(given, (dict, BaseModel)) or (isinstance(given, str) and WITH_PASSWORD.search(given)) else f" (got {given!r})"
     if first["type"] == "string_type" and isinstance(given, bool | int | float | None):
         shown += "; write a text in quotes"
     return f"`{dotted}`: {message[0].lower()}{message[1:]}{shown}"

@@ -6,16 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.local_path import LocalPath
+from rlhfless_ray.recipe.local_path import InputPath, LocalPath
 from rlhfless_ray.recipe.pool_sections import PoolConfig
 from rlhfless_ray.recipe.rollout_mode import Admission, Boundary, RolloutMode, WeightSwitch
 from rlhfless_ray.recipe.section import CountOrAuto, KvSizeOrAuto, NumberOrAuto, OffIsAWord, Section, StopWords, Texts
 
 
 class PolicyConfig(Section):
-    path: LocalPath = ""
-    """A Hugging Face folder of a causal LM, or its name `org/name` on the hub. Empty: a small policy is made from scratch for a
-    built-in task."""
+    path: InputPath = ""
+    """A Hugging Face folder of a causal LM, its URL, such as `s3://bucket/model`, or its name `org/name` on the hub. Empty: a small
+    policy is made from scratch for a built-in task."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
     """Width of a policy made from scratch. Heads are 32 wide, because vLLM's CPU attention refuses narrower ones."""
     layers: int = Field(3, ge=1)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.local_path import AddressOrPath, LocalPath
+from rlhfless_ray.recipe.local_path import AddressOrPath, LocalPath, RemoteFolder
 from rlhfless_ray.recipe.section import Name, OffIsAWord, RunName, Section
 
 
@@ -15,6 +15,9 @@ class RunConfig(Section):
     """Name of the run's folder below `root`. Empty: the recipe's file name. A number is added if that folder exists already."""
     root: LocalPath = Field("runs", min_length=1)
     """Folder for run folders."""
+    mirror: RemoteFolder = ""
+    """Remote folder, such as `s3://bucket/runs`, to which the run folder is copied while the run writes it. `--resume` fetches the run
+    from there if this machine has none as new. Credentials come from the environment."""
     steps: int = Field(100, ge=0)
     """Steps to train in total. A resumed run counts the steps before it."""
     episodes: int | None = Field(None, ge=1)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.data_sections import DataSources
 from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig, mistakes_in_precision, mistakes_in_slices
-from rlhfless_ray.recipe.local_path import LocalPath, LocalPaths
+from rlhfless_ray.recipe.local_path import InputPaths, LocalPath
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
@@ -94,7 +94,7 @@ class SupervisedData(DataSources):
 
 
 class SupervisedEvaluation(Section):
-    path: LocalPaths = ""
+    path: InputPaths = ""
     """A data set to evaluate on, or several separated by commas. Empty: held-out rows."""
     split: str = Field("train", min_length=1)
     """Split of that data set."""

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +27,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 from rlhfless_ray.run.checkpoints import Checkpoints, swap_folder
 from rlhfless_ray.run.installed_versions import installed_versions
+from rlhfless_ray.run.mirror import mirrored, prepare_mirror
 from rlhfless_ray.types import UNFINISHED, Sample
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
@@ -77,8 +78,11 @@ class RunFolder:
         return numbered(Path(recipe.run.root), recipe.run.name)
 
     @staticmethod
-    def check_root(recipe: Recipe | SupervisedRecipe) -> None:
-        """Check before the start that a run folder can be created, and leave nothing. Raises UserError."""
+    def check_root(recipe: Recipe | SupervisedRecipe, *, resumes: bool = False) -> None:
+        """Check before the start that a run folder can be created, and leave nothing. Raises UserError.
+
+        With `run.mirror` also check that, and fetch from there what a run that `resumes` goes on from.
+        """
         root = Path(recipe.run.root).absolute()
         try:
             there = next(path for path in (root, *root.parents) if path.exists() or path.is_symlink())
@@ -89,6 +93,8 @@ class RunFolder:
             raise
         except OSError as error:
             raise UserError(f"run.root {recipe.run.root}: cannot make a run folder there: {error.strerror}") from None
+        if isinstance(recipe, Recipe):
+            prepare_mirror(recipe, resume=resumes)
 
     def check_resumable(self) -> None:
         """Check before the start that a run can go on in this folder. Raises UserError."""
@@ -190,6 +196,12 @@ class RunFolder:
     def locked(self) -> AbstractContextManager[None]:
         """Lock the folder against other runs inside a block. Raises UserError if another process holds the lock."""
         return locked(self.path, self._refuse, self._is_at_work)
+
+    @contextmanager
+    def opened(self, mirror: str) -> Iterator[None]:
+        """Lock the folder inside a block, and copy it to `mirror` if that is set. Raises UserError if another process holds the lock."""
+        with self.locked(), mirrored(self.path, mirror):
+            yield
 
     def _is_at_work(self) -> bool:
         """Whether the process that the status names is there."""

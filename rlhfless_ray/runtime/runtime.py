@@ -111,9 +111,9 @@ class Runtime:
         recipe.check_values()
         self.given = recipe  # before a run decides some settings
         self.previous, self.resume_changed = resume == "previous", resume_changed
+        RunFolder.check_root(recipe, resumes=bool(resume) or recipe.checkpoint.resume)
         self.resume = bool(resume) or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
         self.steps_done = 0  # at the start
-        RunFolder.check_root(recipe)
         if recipe.checkpoint.path:
             check_writable(Path(recipe.checkpoint.path), "checkpoint.path")
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
@@ -133,7 +133,7 @@ class Runtime:
             if self.resume:
                 self.folder = self._folder_to_resume()
                 self.folder.check_resumable()
-                stack.enter_context(self.folder.locked())
+                stack.enter_context(self.folder.opened(self.recipe.run.mirror))
                 checkpoint = self._open_folder()
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
@@ -148,7 +148,7 @@ class Runtime:
             least = job.least_mb() if resource == "cpu" else {}
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
-                stack.enter_context(self.folder.locked())
+                stack.enter_context(self.folder.opened(self.recipe.run.mirror))
                 checkpoint = self._open_folder()
             if not self.cluster.private and self.recipe.cluster.pool:
                 self.shared_pool = self._join_pool(resource)

@@ -19,7 +19,9 @@ from placement import peak_memory
 from placement.memory import VALUE_BYTES, stored_shapes
 from rlhfless_ray.common.disk_space import DiskFull, writing
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.folders import cache_folder
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.common.remote_files import fetched, is_remote
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
@@ -49,11 +51,6 @@ if TYPE_CHECKING:
 VERSION = 4  # increase it when learn/warm_start.py, weights/tiny_model.py or a task changes the result
 FILE_PATTERNS = [f"*{suffix}" for suffix in KEPT_SUFFIXES]
 HUB_MODEL = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-
-
-def cache_folder() -> Path:
-    """Return `$XDG_CACHE_HOME/rlhfless-ray` or `~/.cache/rlhfless-ray`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhfless-ray"
 
 
 def warm_start_key(recipe: Recipe) -> str:
@@ -207,6 +204,8 @@ def _is_on_hub(name: str) -> bool:
 
 def cached_folder(name: str) -> Path:
     """Return a local folder or the cached copy of a hub model; a path that does not exist if there is none."""
+    if is_remote(name):
+        return model_folder(name, "policy.path")
     if not _is_on_hub(name):
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
@@ -216,20 +215,23 @@ def cached_folder(name: str) -> Path:
 
 
 def model_folder(name: str, setting: str, patterns: Sequence[str] = FILE_PATTERNS) -> Path:
-    """Return a local folder, or the copy of the Hugging Face hub's model `org/name`, fetched if necessary.
+    """Return a local folder, or the copy of a remote one or of the Hugging Face hub's model `org/name`, fetched if necessary.
 
     Raises UserError if it cannot be fetched. `setting`: the recipe's key. `patterns`: files to fetch.
     """
+    if is_remote(name):
+        return fetched(name, setting, cache_folder() / "remote", patterns)
     if not _is_on_hub(name):
         return Path(name)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except Exception as error:  # of many types: no network, no such model, no permission
         raise UserError(
             f"{setting}: there is no folder {name}, and the Hugging Face hub does not give a model of that name "
-            f"({one_line(error, 200)}); give a local model folder, or check name, network and login"
+            f"({one_line(error, 200)}), nor has the cache {constants.HF_HUB_CACHE}; "
+            f"give a local model folder, or check name, network and login"
         ) from None
 
 
