@@ -5,14 +5,10 @@ import random
 
 import pytest
 
+from tests.chat_policy import chat_policy
 from tests.conftest import command_here, samples
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
-
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -33,39 +29,7 @@ def problems(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(problems, tmp_path_factory):
-    """A small random Qwen2 and a tokenizer trained on the problems' text."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    core.train([str(problems)], trainer)
-    trained = json.loads(core.to_str())["model"]
-    merges = [tuple(merge) for merge in trained["merges"]]
-    tokenizer = Qwen2Tokenizer(vocab=trained["vocab"], merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            eos_token_id=tokenizer.eos_token_id,
-            tie_word_embeddings=True,
-        )
-    )
-    folder = tmp_path_factory.mktemp("policy")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return chat_policy(problems, tmp_path_factory.mktemp("policy"))
 
 
 def test_it_trains_on_any_local_causal_lm(problems, policy, tmp_path):

@@ -34,7 +34,8 @@ def recipes() -> None:
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of the comment at a file's head."""
-    comment = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines() if line.startswith("#"))
+    lines = (line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines() if line.startswith("#"))
+    comment = " ".join(line for line in lines if not line.startswith("yaml-language-server"))
     return comment.partition(". ")[0].rstrip(".:")
 
 
@@ -51,6 +52,7 @@ def init(out: Annotated[Path, typer.Argument(help="Where to write the recipe.")]
         raise UserError(f"{out} exists already; name another file")
     from rlhfless_ray.front.train import reward_settings
     from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.shipped import schema_line
     from rlhfless_ray.recipe.starting_tree import FIRST_COLUMN, FIRST_DATA, FIRST_MODEL, starting_tree
 
     model = typer.prompt("Which model? A folder, or a name on the Hugging Face hub", default=FIRST_MODEL)
@@ -59,7 +61,7 @@ def init(out: Annotated[Path, typer.Argument(help="Where to write the recipe.")]
     reward = typer.prompt("Which reward? `math`, file.py:function, an address, or a reward model's folder", default="math")
     tree = starting_tree(model, data, column, reward_settings(reward))
     Recipe.parse(tree, where=str(out))
-    out.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    out.write_text(schema_line() + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     print(f"wrote {out}; what it would do: rlhfless plan --memory {out}; run it: rlhfless train {out}")
 
 

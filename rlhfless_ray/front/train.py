@@ -19,7 +19,7 @@ from rlhfless_ray.reward.given_functions import RewardFunction, keep_functions
 
 GIVEN = ".given"  # folder of rows and functions, beside the run folders
 HELD_OUT, HELD_OUT_SHARE = 256, 10  # of given rows: at most so many, and at most a tenth
-BUILT_IN = ("math", "task")  # values of `reward.function` that name no file
+BUILT_IN = ("math", "code", "task")  # values of `reward.function` that name no file
 
 Rewards = RewardFunction | str | Sequence[RewardFunction]
 

@@ -201,8 +201,8 @@ class RolloutConfig(Section):
 
 class AgentConfig(Section):
     path: LocalPath = ""
-    """A Python file with a class `AgentExecutor`, or another of OpenRLHF's contracts (see docs/agents.md). It returns feedback after each
-    turn of the policy, and the reward. Empty: a response is one turn, and rewards come from section `reward`."""
+    """A Python file with a class `AgentExecutor`, or another of OpenRLHF's contracts (see docs/agents.md), or `calculator`. It
+    returns feedback after each turn of the policy, and the reward. Empty: a response is one turn, and section `reward` names the source."""
     max_tokens: int | None = Field(None, ge=2)
     """Maximum tokens of an episode, including the first observation and everything the agent writes. None: those of the longest prompt
     and response together."""
@@ -216,7 +216,8 @@ class AgentConfig(Section):
 
 class RewardConfig(Section):
     function: LocalPath = ""
-    """`task` (the built-in task's verifier), `math` (the answer after `####` or in a box equals the reference), or
+    """`task` (the built-in task's verifier), `math` (the answer after `####` or in a box equals the reference), `code` (the response's
+    Python passes the tests in `prompts.answer_column`, in a sandbox), or
     `path/to/file.py:name` with `def name(prompt: str, response: str, row: dict) -> float`. Set this, `url` or `model_path`."""
     contract: Literal["row", "openrlhf"] = "row"
     """Arguments of a file's function. `row`: as above. `openrlhf`: lists of queries (prompt and response), prompts and labels; it

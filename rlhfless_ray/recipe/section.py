@@ -18,6 +18,7 @@ from pydantic import (
     PlainSerializer,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     WrapValidator,
     field_validator,
 )
@@ -177,12 +178,17 @@ def _stop_words(value: object) -> object:
     raise ValueError('expected texts that are not empty, each in quotes, such as ["</answer>"], or [] for none')
 
 
-StopWords = Annotated[list[str], BeforeValidator(_stop_words)]
-Texts = Annotated[list[str], BeforeValidator(_one_or_several)]
+_AS_READ = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+StopWords = Annotated[list[str], BeforeValidator(_stop_words), _AS_READ]
+Texts = Annotated[list[str], BeforeValidator(_one_or_several), _AS_READ]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 KvSizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(partial(_count_or_auto, least=LEAST_KV_MB))]
 RankCount = Annotated[
-    int, Field(ge=1), WrapValidator(_rank_count), PlainSerializer(lambda count: "auto" if isinstance(count, AutoCount) else count)
+    int,
+    Field(ge=1),
+    WrapValidator(_rank_count),
+    PlainSerializer(lambda count: "auto" if isinstance(count, AutoCount) else count),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
 ]
 ZeroStage = Annotated[
     Literal[0, 1, 2, 3], WrapValidator(_zero_stage), PlainSerializer(lambda stage: "auto" if isinstance(stage, AutoStage) else stage)

@@ -11,11 +11,23 @@ FOLDERS = (
     Path(sys.prefix) / "share" / "rlhfless-ray" / "recipes",  # `data_files` of the wheel
     *(folder / "share" / "rlhfless-ray" / "recipes" for folder in PACKAGE.parents[:4]),  # the same below another prefix
 )
+RECIPE_SCHEMA, STAGE_SCHEMA = "recipe.schema.json", "supervised.schema.json"
+
+
+def shipped_folder() -> Path | None:
+    """Return the folder of the shipped recipes and their JSON schemas, or None if it is not installed."""
+    return next((folder for folder in FOLDERS if (folder / "quickstart.yaml").is_file()), None)
+
+
+def schema_line(name: str = RECIPE_SCHEMA) -> str:
+    """Return the comment by which editors find a schema, for the head of a recipe."""
+    folder = shipped_folder()
+    return "" if folder is None else f"# yaml-language-server: $schema={folder / name}\n"
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Return the shipped recipes, sweeps and workflows by name."""
-    folder = next((folder for folder in FOLDERS if (folder / "quickstart.yaml").is_file()), None)
+    folder = shipped_folder()
     return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 

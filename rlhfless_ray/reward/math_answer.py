@@ -1,7 +1,8 @@
 """The `math` reward: 1 if the response's final answer equals the reference, else 0.
 
-The reference is the text after the last `####` of the row's answer, or the whole answer. The response's answer is the first
-of these that exists: the rest of the line after its last `####`, the content of its last `\\boxed{…}` or `\\fbox{…}`, its last number.
+The reference is the text after the last `####` of the row's answer, or else the content of its last box, or the whole answer. The
+response's answer is the first of these that exists: the rest of the line after its last `####`, the content of its last `\\boxed{…}` or
+`\\fbox{…}`, its last number.
 What the response contains is never an error.
 """
 
@@ -77,7 +78,8 @@ def reference_answer(row: JsonObject, column: str) -> str:
         raise ValueError(f"the reference answer in column `{column}` is {reference}, not a finite number")
     text = format(Decimal(str(reference)), "f") if isinstance(reference, float) else str(reference).strip()
     gold = _after_mark(text)
-    gold = text if gold is None else gold
+    if gold is None:  # a whole solution, as in MATH, ends with its answer in a box
+        gold = extract_boxed_answer(text) or text
     if not gold:
         raise ValueError(f"the reference answer in column `{column}` is empty")
     return gold

@@ -24,11 +24,11 @@ RewardFunction = Callable[[str, str, JsonObject], float]
 
 @dataclass(frozen=True)
 class RewardSource(Source):
-    """A function `(prompt, response, row) -> float`: a task's verifier, `math`, or one of a user's file."""
+    """A function `(prompt, response, row) -> float`: a task's verifier, `math`, `code`, or one of a user's file."""
 
-    kind: str  # "task", "math" or "file"
+    kind: str  # "task", "math", "code" or "file"
     name: str  # the task's name, or the function's
-    answer_column: str = ""  # for "math"
+    answer_column: str = ""  # for "math" and "code"
     file: UserFile | None = None  # for "file"
 
     def item(self, key: int, sample: Sample, decode: Decode) -> tuple[int, str, str, JsonObject]:
@@ -37,8 +37,8 @@ class RewardSource(Source):
     def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
         return RewardWorker(self, timeout_s)
 
-    def build(self) -> RewardFunction:
-        """Build the function. For a file this runs its top-level code."""
+    def build(self, timeout_s: float) -> RewardFunction:
+        """Build the function, of which a call has `timeout_s` seconds. For a file this runs its top-level code."""
         if self.kind == "task":
             from rlhfless_ray.prompts.builtin_tasks import task
 
@@ -49,6 +49,10 @@ class RewardSource(Source):
 
             prepare()
             return partial(math_reward, answer_column=self.answer_column)
+        if self.kind == "code":
+            from rlhfless_ray.reward.code_tests import LIMIT_SHARE, code_reward
+
+            return partial(code_reward, tests_column=self.answer_column, limit_s=LIMIT_SHARE * timeout_s)
         assert self.file is not None
         return getattr(self.file.module(), self.name)
 
@@ -58,7 +62,7 @@ class RewardWorker(Worker):
 
     def __init__(self, source: RewardSource, timeout_s: float) -> None:
         self.source, self.timeout_s = source, timeout_s
-        self.function = source.build()
+        self.function = source.build(timeout_s)
         self.limit = TimeLimit()
 
     def score(self, items: list[tuple[int, str, str, JsonObject]], budget_s: float = math.inf) -> list[Score]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from rlhfless_ray.recipe import Recipe
 
+BUILT_IN = ("task", "math", "code")  # values of `reward.function` that name no file
 CONTRACT = "def {name}(prompt: str, response: str, row: dict) -> float"
 
 
@@ -41,7 +42,7 @@ def load_reward(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
     function = reward.function
     if not function and not recipe.learns:
         return Source()  # nothing is scored
-    if reward.contract == "openrlhf" and function in ("task", "math"):
+    if reward.contract == "openrlhf" and function in BUILT_IN:
         raise UserError(f"reward.contract: `openrlhf` is for functions of a file, not for reward.function `{function}`; leave it out")
     if function == "task":
         return RewardSource("task", recipe.prompts.task)
@@ -49,11 +50,15 @@ def load_reward(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
         if not column:
             raise UserError("reward.function: `math` compares with the reference answer; set prompts.answer_column")
         return RewardSource("math", "math_reward", answer_column=column)
+    if function == "code":
+        if not column:
+            raise UserError("reward.function: `code` runs the tests of a column; set prompts.answer_column to it")
+        return RewardSource("code", "code_reward", answer_column=column)
     path, colon, name = function.rpartition(":")
     if path.endswith(SUFFIX):
         return GivenSource.load(path, name, reward.batch_samples, recipe.prompts.prompt_column)
     if not colon or not path or not name:
-        raise UserError(f"reward.function: `{function}` is none of `task`, `math` and `path/to/file.py:name`")
+        raise UserError(f"reward.function: `{function}` is none of `task`, `math`, `code` and `path/to/file.py:name`")
     if reward.contract == "openrlhf":
         from rlhfless_ray.reward.openrlhf_reward import QuerySource
 
