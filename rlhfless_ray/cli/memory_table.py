@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from placement import memory
 from placement.catalog.catalog import shipped_model
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
@@ -75,14 +74,8 @@ def _settings(job: JobMemory, room: Room) -> JsonObject:
 def load_run(path: Path, overrides: list[str], there: Room | None = None) -> tuple[RunMemory, RunMemory, list[str]]:
     """Read a recipe, see `checked_run`. The configurations of shipped models are known without a hub."""
     recipe = Recipe.load(path, overrides)
-    policy = None
-    if not recipe.policy.path:
-        files = initial_policy(recipe)[0]
-        policy = config_of(files), parameter_count(files)
-    elif not Path(recipe.policy.path).exists() and (shipped := shipped_model(recipe.policy.path)):
-        count = memory.parameter_count(shipped.config)
-        policy = None if count is None else (shipped.config, count)
-    return checked_run(recipe, f"--memory {path}", there, policy)
+    files = None if recipe.policy.path else initial_policy(recipe)[0]
+    return checked_run(recipe, f"--memory {path}", there, None if files is None else (config_of(files), parameter_count(files)))
 
 
 def checked_run(
@@ -93,7 +86,8 @@ def checked_run(
     there: memory of devices that are not here. policy: configuration and parameters of a policy that is not read from a folder.
     Raises UserError for settings that the policy or the machine cannot have; `where` begins a message about an unknown size.
     """
-    job = RunMemory.of(recipe, fetch=policy is None, policy=policy)
+    is_shipped = not Path(recipe.policy.path).exists() and shipped_model(recipe.policy.path) is not None
+    job = RunMemory.of(recipe, fetch=policy is None and not is_shipped, policy=policy)
     _check_size(where, job)
     config = job.models["policy"].config
     check_config(config, "policy.path")

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from placement.simulate.fleet_search import Fleet
     from placement.simulate.setting import Setting
     from placement.speed.roofline import Device
+    from rlhfless_ray.preflight.memory_needs import Room
 
+FIRST_WORKLOAD = "gsm8k"
 DATA_ENDINGS = (".json", ".jsonl", ".csv", ".yaml", ".yml", ".txt", ".log")
 
 
@@ -46,7 +48,7 @@ def show_model_plan(
         found = catalog.described(model)
         tree = written_tree(found.path, overrides)
         recipe = Recipe.parse(tree, where=f"plan {model}")
-        fleets = _fleets(recipe, found, kind, gpus, workload)
+        fleets = fleets_for(recipe, found, kind, gpus, workload)
     except ValueError as error:
         raise UserError(str(error)) from None
     planned, fleet = _fastest(fleets, lambda fleet: device_recipe(tree, overrides, found, kind, room, fleet.width))
@@ -73,6 +75,33 @@ def predicted_lines(fleet: Fleet, spot: Sequence[Fleet], steps: int) -> list[str
     return lines
 
 
+def predicted_run(recipe: Recipe, device: Device, room: Room) -> list[str]:
+    """Describe what memory and a step of a recipe take on these devices, with lengths of FIRST_WORKLOAD."""
+    from placement.catalog.catalog import Described
+    from rlhfless_ray.preflight.memory_check import job_of
+    from rlhfless_ray.preflight.memory_fit import fit
+    from rlhfless_ray.preflight.run_memory import RunMemory
+
+    job = job_of(recipe, fetch=False)
+    if not isinstance(job, RunMemory) or "policy" not in job.models:
+        name = recipe.policy.path
+        return [
+            f"{room.slots} × {device.name}: `{name}` is not here, so memory and step are not predicted; `hf download {name} config.json`"
+        ]
+    lines = [f"{room.slots} × {device.name}, with lengths of {FIRST_WORKLOAD}"]
+    try:
+        fitted = fit(job.with_longest_texts(), lambda: room)
+        lines.append(f"memory: {DeviceRecipe({}, fitted, room).memory}")
+        model = Described(recipe.policy.path, recipe.policy.path, job.models["policy"].config)
+        width = recipe.rollout.least_width
+        fleets = fleets_for(recipe, model, device, room.slots, FIRST_WORKLOAD)
+        nearest = min((one for one in fleets if not one.spot), key=lambda one: abs(one.width - width))
+        lines += predicted_lines(nearest, _spot(fleets, nearest), recipe.run.steps)
+    except (UserError, ValueError) as error:
+        lines.append(str(error))
+    return lines
+
+
 def _fastest(fleets: Sequence[Fleet], recipe_for: Callable[[Fleet], DeviceRecipe]) -> tuple[DeviceRecipe, Fleet]:
     """Return the recipe of the fastest fleet on demand that passes the checks of a run. Raises the last refusal if none does."""
     refusal = UserError("no fleet")
@@ -89,7 +118,7 @@ def _spot(fleets: Sequence[Fleet], chosen: Fleet) -> list[Fleet]:
     return [fleet for fleet in fleets if fleet.spot and fleet.width == chosen.width]
 
 
-def _fleets(recipe: Recipe, model: Described, device: Device, gpus: int, workload: str) -> list[Fleet]:
+def fleets_for(recipe: Recipe, model: Described, device: Device, gpus: int, workload: str) -> list[Fleet]:
     """Return the steps of this recipe on these devices, fastest first. Raises ValueError."""
     from placement.simulate.fleet_search import fleets_of, prices_of
 

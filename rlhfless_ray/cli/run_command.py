@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from http import HTTPStatus
 from itertools import pairwise
 
@@ -23,15 +24,18 @@ def run(ctx: typer.Context) -> None:
     """Run a command with this project's launcher instead of OpenRLHF's: rlhfless run [--dry-run] -- python3 -m openrlhf.cli.train_ppo_ray …
 
     A launcher in the command itself is replaced. In scripts that the command starts, an import hook on PYTHONPATH replaces it,
-    even if the working folder is an OpenRLHF checkout. `ray job submit` is handled as by `rlhfless submit`. `--dry-run` only
-    prints the command.
+    even if the working folder is an OpenRLHF checkout. `ray job submit` is handled as by `rlhfless submit`. `--dry-run` prints
+    what would run. A script is run for that as by `rlhfless explain`: its launchers start nothing.
     """
     chosen, argv = split_options(ctx.args, "--dry-run")
-    from rlhfless_ray.compat.openrlhf.command import is_submission, replaced, submission, with_shim
+    from rlhfless_ray.compat.openrlhf.command import is_submission, launch_in, replaced, submission, with_shim
 
     if not argv:
         raise UserError("rlhfless run: give a command, for example rlhfless run -- python3 -m openrlhf.cli.train_ppo_ray …")
     submits, dry = is_submission(argv), "--dry-run" in chosen
+    if dry and not submits and launch_in(argv) is None:
+        _show_replaced(argv)
+        return
     if submits and not dry:
         _check_address(argv[: argv.index("--")])
     _start(submission(argv) if submits else replaced(argv), with_shim(dict(os.environ)), dry=dry)
@@ -89,6 +93,18 @@ def _check_address(options: list[str]) -> None:
         raise UserError(
             f"{where} {address}: no cluster answers there ({why}); give its dashboard's address, such as http://HEAD:8265"
         ) from None
+
+
+def _show_replaced(argv: list[str]) -> None:
+    """Print what runs in place of each launcher that a script starts."""
+    from rlhfless_ray.cli.explain_command import launches
+
+    run = launches(argv)
+    for launch in run.launches:
+        where = f"{launch.script} line {launch.line}: " if launch.script else ""
+        print(f"{where}{shlex.join([sys.executable, '-m', f'rlhfless_ray.cli.{launch.launcher}', *launch.flags])}")
+    for line in (*run.lost, *run.notes):
+        print(line, file=sys.stderr)
 
 
 def _check_flags(argv: list[str]) -> None:

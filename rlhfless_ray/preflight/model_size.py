@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement import memory
+from placement.catalog.catalog import shipped_model
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -70,7 +71,7 @@ def models_of(recipe: Recipe | SupervisedRecipe, fetch: bool = True, policy: tup
 
     Args:
         recipe: Names the folders.
-        fetch: Ask the Hugging Face hub for the configuration of a policy that is not on this machine.
+        fetch: Ask the Hugging Face hub for the configuration of a policy that is not on this machine. Else a shipped one is taken.
         policy: Configuration and number of parameters of a policy that has no folder.
     """
     from rlhfless_ray.weights.load_policy import cached_folder, small_files
@@ -86,6 +87,9 @@ def models_of(recipe: Recipe | SupervisedRecipe, fetch: bool = True, policy: tup
             path = small_files(text, key) if fetch else cached_folder(text)
         if text and path.is_dir() and (size := ModelSize.of(path, key)) is not None:
             models[who] = size
+    if "policy" not in models and not fetch and (shipped := shipped_model(recipe.policy.path)):
+        counts = [memory.parameter_count(shipped.config, head) for head in (True, False)]
+        models["policy"] = ModelSize("policy.path", shipped.config, *(count or 0 for count in counts))
     if isinstance(recipe, SupervisedRecipe) or "policy" not in models:
         return models
     if recipe.algorithm.has_critic and not recipe.critic.path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.compat.openrlhf.memory import too_large_here
+from rlhfless_ray.compat.openrlhf.memory import too_large
 from rlhfless_ray.compat.openrlhf.translate import translate
 from rlhfless_ray.preflight import memory_check
 from tests.conftest import command_here
@@ -35,36 +35,36 @@ def eight_gpus(monkeypatch):
 def test_an_engine_that_one_device_cannot_hold_is_refused_unless_it_gets_several(tmp_path, eight_gpus):
     model = folder(tmp_path / "70b", LLAMA_70B)
     width, share = "--vllm_tensor_parallel_size", "--vllm_gpu_memory_utilization"
-    said = too_large_here(translate(line(model)))
+    said = too_large(translate(line(model)))
     assert "--pretrain" in said.partition(": ")[0] and width not in said  # who did not ask for several is told of the model alone
     assert "an engine needs at least 141.4 GB (141.1 GB weights, 0.3 GB KV cache" in said and "a GPU here has 85.5 GB" in said
-    half = too_large_here(translate(line(model, width, "2", share, "0.5")))
+    half = too_large(translate(line(model, width, "2", share, "0.5")))
     assert "an engine needs at least 70.7 GB (70.6 GB weights, 0.2 GB KV cache" in half and "on each of its 2 devices" in half
-    said = too_large_here(translate(line(model, width, "2", share, "0.85")))
+    said = too_large(translate(line(model, width, "2", share, "0.85")))
     assert "a learner rank needs at least" in said, "the engine fits two devices"
     new = ["--actor.model_name_or_path", str(model), *NEW.split(), "--vllm.tensor_parallel_size", "16"]
-    assert too_large_here(translate(new)) != "" and translate(new).settings["rollout.tensor_parallel"] == 16
+    assert too_large(translate(new)) != "" and translate(new).settings["rollout.tensor_parallel"] == 16
 
 
 def test_where_one_device_holds_the_engine_it_still_gets_as_many_as_were_asked_for(tmp_path, eight_gpus):
     model = folder(tmp_path / "7b", QWEN_7B)
     found = translate(line(model, "--vllm_tensor_parallel_size", "2"))
-    assert too_large_here(found) is None  # eight ranks of ZeRO 2 share the optimizer's state
+    assert too_large(found) is None  # eight ranks of ZeRO 2 share the optimizer's state
     assert [o.status for o in found.flags if o.flag == "--vllm_tensor_parallel_size"] == ["hint"]
     assert found.settings["rollout.tensor_parallel"] == 2
 
 
 def test_another_cluster_decides_for_itself(tmp_path, eight_gpus):
     model = folder(tmp_path / "70b", LLAMA_70B)
-    assert too_large_here(translate(line(model)), {"RAY_ADDRESS": "head:6379"}) is None
-    assert too_large_here(translate(line(model, "--elastic.cluster.address", "head:6379"))) is None
+    assert too_large(translate(line(model)), {"RAY_ADDRESS": "head:6379"}) is None
+    assert too_large(translate(line(model, "--elastic.cluster.address", "head:6379"))) is None
 
 
 def test_models_that_are_not_here_have_no_sizes(monkeypatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a: None)
     for name in ("/nowhere", "org/name"):
         found = translate(line(Path(name), "--vllm_tensor_parallel_size", "2"))
-        assert too_large_here(found) is None
+        assert too_large(found) is None
 
 
 def test_what_this_machine_cannot_hold_exits_with_two(tmp_path):

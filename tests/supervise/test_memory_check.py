@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless_ray.compat.openrlhf.memory import too_large_here
+from rlhfless_ray.compat.openrlhf.memory import too_large
 from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
 from rlhfless_ray.preflight import memory_check
 from rlhfless_ray.preflight.memory_check import DoesNotFit, check
@@ -78,9 +78,9 @@ def test_explain_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(memory_check, "visible_gpus", lambda: 1)
     monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: 85 * GB)
     line = ["--pretrain", str(folder(tmp_path / "m", LLAMA_70B)), "--dataset", "d", "--bf16", "--ds_tensor_parallel_size", "4"]
-    said = too_large_here(translate_supervised("train_dpo", line, {}))
+    said = too_large(translate_supervised("train_dpo", line, {}))
     assert said is not None and said.startswith("--pretrain: policy.path: a rank needs at least 141.1 GB")
-    assert too_large_here(translate_supervised("train_dpo", line, {}), {"RAY_ADDRESS": "head:6379"}) is None
+    assert too_large(translate_supervised("train_dpo", line, {}), {"RAY_ADDRESS": "head:6379"}) is None
 
 
 def test_the_longest_row_counts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 import yaml
@@ -46,7 +47,11 @@ def explanation(translation: CommandTranslation) -> str:
         lines.append(f"slots       at least {slots.at_least}, at most {slots.at_most} at once")
     lines.append(f"honoured    {len(honoured)} of {len(translation.flags)} flags: {' '.join(honoured) or 'none'}")
     hints = [(_as_given(translation, outcome.flag), outcome.why) for outcome in translation.with_status(HINT)]
-    reasons = {"hints": hints, "no effect": _grouped(translation.with_status(NO_EFFECT)), "refused": _grouped(translation.refused)}
+    reasons = {
+        "hints": hints,
+        "no effect": _grouped(translation.with_status(NO_EFFECT)),
+        "refused": [(flags, with_advice(why)) for flags, why in _grouped(translation.refused)],
+    }
     blocks = {title: [f"{flags}: {why}" for flags, why in found] for title, found in reasons.items()}
     blocks |= {"our own": [f"{key} = {value}" for key, value in translation.own.items()], "notes": translation.notes}
     for title in ("hints", "no effect", "our own", "notes", "refused"):
@@ -54,6 +59,12 @@ def explanation(translation: CommandTranslation) -> str:
     lines.append("recipe" + (" (without the refused flags)" if translation.refused else ""))
     text = yaml.safe_dump(translation.tree, sort_keys=False, allow_unicode=True)
     return "\n".join([*lines, *("  " + line for line in text.splitlines())])
+
+
+def with_advice(why: str) -> str:
+    """Return why a flag is refused, and what to do about it where the reason does not say so."""
+    advice = "leave it out to run the rest here, or keep this command with OpenRLHF if its result depends on it"
+    return why if re.search(r"; |must be|give |set |use ", why) else f"{why}; {advice}"
 
 
 def as_data(translation: CommandTranslation) -> JsonObject:
@@ -64,7 +75,7 @@ def as_data(translation: CommandTranslation) -> JsonObject:
         "mixed": [spec.flag for spec in translation.line.foreign],
         **({"slots": slots_of(translation)._asdict()} if isinstance(translation, Translation) else {}),
         "flags": [outcome._asdict() for outcome in translation.flags],
-        "refused": [{"flag": o.flag, "why": o.why} for o in translation.refused],
+        "refused": [{"flag": o.flag, "why": with_advice(o.why)} for o in translation.refused],
         "notes": translation.notes,
         "recipe": translation.tree,
     }

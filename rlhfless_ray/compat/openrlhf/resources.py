@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.compat.openrlhf.translate import Translation
 from rlhfless_ray.local.machine_memory import visible_gpus
+
+if TYPE_CHECKING:
+    from rlhfless_ray.preflight.memory_needs import Room
 
 
 class Slots(NamedTuple):
@@ -55,8 +58,13 @@ def _whole(value: object, otherwise: int) -> int:
         return otherwise
 
 
-def slots_here(settings: Mapping[str, object], environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the slots of the private cluster that a run would start here, or None if it joins another cluster."""
+def slots_here(settings: Mapping[str, object], environment: Mapping[str, str] = os.environ, there: Room | None = None) -> int | None:
+    """Return the slots of the private cluster that a run would start here, or None if it joins another cluster.
+
+    there: GPUs of another machine, which count instead.
+    """
+    if there is not None:
+        return there.slots
     if settings.get("cluster.address") or environment.get("RAY_ADDRESS"):
         return None
     gpus = visible_gpus(environment)
@@ -65,30 +73,32 @@ def slots_here(settings: Mapping[str, object], environment: Mapping[str, str] = 
     return _whole(settings.get("cluster.cpus"), 0) or len(os.sched_getaffinity(0))
 
 
-def fit_width(settings: JsonObject, environment: Mapping[str, str] = os.environ) -> str:
+def fit_width(settings: JsonObject, environment: Mapping[str, str] = os.environ, there: Room | None = None) -> str:
     """Reduce the width of engines to the available GPUs. Returns a note, or an empty string.
 
     Where slots are CPU cores an engine gets one, because cores share their memory and OpenRLHF's number is of devices.
     """
-    here, width = slots_here(settings, environment), _least_width(settings)
+    here, width = slots_here(settings, environment, there), _least_width(settings)
     if here is None or width <= 1:
         return ""
-    on_gpus = visible_gpus(environment) and settings.get("functions.slot", "auto") != "cpu"
+    on_gpus = there is not None or (visible_gpus(environment) and settings.get("functions.slot", "auto") != "cpu")
     fewer = max(n for n in range(1, (here if on_gpus else 1) + 1) if width % n == 0)
     if fewer == width:
         return ""
     settings["rollout.tensor_parallel"] = fewer
-    there = f"GPUs of this machine: {here}" if on_gpus else "slots are CPU cores"
-    return f"the command requests {width} devices per engine ({there}): an engine takes {fewer}, with the same results"
+    where = f"GPUs of {'that cluster' if there else 'this machine'}: {here}" if on_gpus else "slots are CPU cores"
+    return f"the command requests {width} devices per engine ({where}): an engine takes {fewer}, with the same results"
 
 
-def fit(translation: Translation, environment: Mapping[str, str] = os.environ) -> str:
+def fit(translation: Translation, environment: Mapping[str, str] = os.environ, there: Room | None = None) -> str:
     """Reduce numbers of ranks, and the width of engines, to the available slots, for which OpenRLHF would wait forever.
+
+    there: GPUs of another machine, which count instead of this one's.
 
     Returns a note, or an empty string.
     """
-    here, notes = slots_here(translation.settings, environment), []
-    if "rollout.tensor_parallel" not in translation.own and (narrower := fit_width(translation.settings, environment)):
+    here, notes = slots_here(translation.settings, environment, there), []
+    if "rollout.tensor_parallel" not in translation.own and (narrower := fit_width(translation.settings, environment, there)):
         notes.append(narrower)
     for name in ("critic", "reference", "learner"):
         key = f"{name}.ranks"
