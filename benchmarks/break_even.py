@@ -17,7 +17,6 @@ from rich.table import Table
 from benchmarks.common.results import FOLDER, make_console, save
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.simulated.cluster_variants import variant
-from benchmarks.simulator_page import write_page
 from placement.simulate import Setting, named, simulate
 
 BASE = "qwen3b-gsm8k-grpo"
@@ -91,7 +90,6 @@ def main() -> None:
     if not options.quick:
         _plot(curves, options.plot)
         console.print(f"written: {options.plot}", highlight=False)
-        write_page()
     console.print(f"{time.process_time() - began:.0f} s of this process", highlight=False)
 
 

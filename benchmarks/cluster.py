@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.common.results import make_console, result_folder, save
 from benchmarks.common.run_metadata import provenance
 from benchmarks.simulated.cluster_parts import PARTS, Variants, measure
-from benchmarks.simulator_page import pair, write_page
+from benchmarks.simulator_page import pair
 
 TUNED = 2  # seeds 0 and 1 were looked at while `ours` was made; results are of those that follow
 
@@ -64,8 +64,6 @@ def main() -> None:
             kept[key] = {setting: found[setting] for setting in part.settings if setting in found}
             save("cluster", {"parts": {one: kept[one] for one in PARTS if one in kept}}, console=console, quick=options.quick)
             show(console, key, name, rows)
-    if not options.quick:
-        write_page()
 
 
 if __name__ == "__main__":

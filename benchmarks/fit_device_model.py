@@ -22,7 +22,6 @@ from scipy.optimize import brentq, least_squares
 from scipy.special import ndtri
 
 from benchmarks.common.results import make_console, save
-from benchmarks.simulator_page import write_page
 from placement.catalog import catalog
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.setting import Setting, parse
@@ -190,7 +189,6 @@ def main() -> None:
     if options.write:
         write(parameters)
     save("device_model", {"parameters": parameters, "log_rms": remaining, "steps": rows}, console=console)
-    write_page()
 
 
 if __name__ == "__main__":

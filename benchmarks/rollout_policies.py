@@ -25,7 +25,6 @@ from rich.table import Table
 from benchmarks.common.results import Target, make_console, save, show_targets
 from benchmarks.simulated.rollout_cases import GSM8K, TRACES, RolloutCase, cases
 from benchmarks.simulated.simulate_rollout import simulate_rollout
-from benchmarks.simulator_page import write_page
 from placement import Speed
 from placement.simulate.rollout import NAMES
 
@@ -263,7 +262,6 @@ def main() -> None:
     if not arguments.quick and not arguments.lengths:
         draw(results)
         console.print(f"written: {PICTURE.relative_to(PICTURE.parents[1])}", highlight=False)
-        write_page()
 
 
 if __name__ == "__main__":

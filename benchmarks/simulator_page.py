@@ -1,8 +1,4 @@
-"""The tables of docs/simulator.md, written from benchmarks/results/: `python -m benchmarks.simulator_page`.
-
-Each stands between `<!-- NAME -->` and `<!-- end -->`; what is between them is replaced, so that page and results cannot
-disagree.
-"""
+"""The tables of docs/simulator.md, made from benchmarks/results/ while the site is built, so that page and results cannot disagree."""
 
 from __future__ import annotations
 
@@ -12,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.results import FOLDER
-from benchmarks.common.run_metadata import ROOT
 
-PAGE = ROOT / "docs" / "simulator.md"
 AS_BUILT = "ours (as built)"
 AT_BEST = ("fixed+", "global-cut", "rlhfless-paper", AS_BUILT, "ours")
 
@@ -184,17 +178,6 @@ COMMANDS = {  # that write each file of results
 }
 
 
-def filled(page: str, tables: dict[str, str]) -> str:
-    """`page` with every table put between its marks. Raises ValueError where a mark is missing."""
-    for name, table in tables.items():
-        begin, end = f"<!-- {name} -->\n", "\n<!-- end -->"
-        if page.count(begin) != 1 or end not in page.partition(begin)[2]:
-            raise ValueError(f"docs/simulator.md: one place for {begin.strip()} … {end.strip()} is needed")
-        before, _, rest = page.partition(begin)
-        page = f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
-    return page
-
-
 def tables(folder: Path = FOLDER) -> dict[str, str]:
     """Every table, from the results that lie in `folder`."""
     read = {name: json.loads(path.read_text()) for name in COMMANDS if (path := folder / f"{name}.json").exists()}
@@ -206,11 +189,3 @@ def _made(file: str, content: dict[str, Any], part: str, make: Callable[[dict[st
     entry = content.get("parts", {}).get(part) if file == "cluster" else content.get(part) and content
     command = COMMANDS[file] + (f" --only {part}" if file == "cluster" else "")
     return make(entry) if entry else f"Not simulated with this device model yet: `{command}` makes this table."
-
-
-def write_page(path: Path = PAGE) -> None:
-    path.write_text(filled(path.read_text(), tables()))
-
-
-if __name__ == "__main__":
-    write_page()

@@ -10,14 +10,16 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+DOCS = Path(__file__).parent
 MARKER = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
 MEMBERS = {
     "Evaluation": "[read]",
@@ -33,7 +35,23 @@ LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for each page. Raises KeyError for a marker without a generator."""
-    return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
+    return MARKER.sub(lambda match: _generated(match[1]), markdown)
+
+
+def _generated(name: str) -> str:
+    kind, _, what = name.partition("-")
+    if kind == "table":
+        table = yaml.safe_load((DOCS / "tables.yaml").read_text(encoding="utf-8"))[what]
+        return _rows([table["columns"], ["---"] * len(table["columns"]), *table["rows"]])
+    if kind == "simulator":
+        from benchmarks.simulator_page import tables
+
+        return {name.replace(" ", "-"): text for name, text in tables().items()}[what]
+    return GENERATORS[name]()
+
+
+def _rows(rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def recipe_keys() -> str:

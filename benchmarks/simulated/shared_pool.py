@@ -22,7 +22,6 @@ from benchmarks.common.run_metadata import provenance
 from benchmarks.simulated.pool_policies import Interleaved, Market, Partitions
 from benchmarks.simulated.pool_work import ArrivingRun, pool_run
 from benchmarks.simulated.simulate_pool import PoolOutcome, PoolPolicy, simulate_pool
-from benchmarks.simulator_page import write_page
 from placement.simulate import named, names
 
 TUNED, PREFER = 2, 0.5
@@ -182,8 +181,6 @@ def main() -> None:
         reached = targets(cases)  # written after each case: what is finished outlives a cut
         save("shared_pool_simulated", {"cases": cases, "prefer": PREFER}, reached, console=console, quick=options.quick)
     show_targets(console, reached)
-    if not options.quick:
-        write_page()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class DistantDevices:
     """Devices that are not here."""
 
     device: Device
@@ -128,7 +128,7 @@ def _why_not(launch: LaunchCommand) -> str | None:
     return str(wrong) if wrong else None
 
 
-def _cluster(chosen: dict[str, str]) -> Cluster | None:
+def _cluster(chosen: dict[str, str]) -> DistantDevices | None:
     """Return the devices of --gpus and --device, or None without both. Raises UserError."""
     if ("--gpus" in chosen) != ("--device" in chosen):
         raise UserError("explain: give --gpus and --device together, or neither for this machine")
@@ -139,10 +139,10 @@ def _cluster(chosen: dict[str, str]) -> Cluster | None:
     if not chosen["--gpus"].isdigit():
         raise UserError(f"--gpus {chosen['--gpus']}: expected a number of GPUs")
     device = device_of(chosen["--device"])
-    return Cluster(device, device_room(device, int(chosen["--gpus"])))
+    return DistantDevices(device, device_room(device, int(chosen["--gpus"])))
 
 
-def _explained(translation: Translation | LauncherTranslation, there: Cluster | None, here: bool) -> tuple[str, JsonObject]:
+def _explained(translation: Translation | LauncherTranslation, there: DistantDevices | None, here: bool) -> tuple[str, JsonObject]:
     """Return text and data about a command.
 
     there: devices of a cluster that is not here. here: it runs on them or on this machine, not as a job on an unknown one.

@@ -1,8 +1,9 @@
-"""docs/simulator.md and benchmarks/results/ say the same."""
+"""The tables of docs/simulator.md, made from benchmarks/results/."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from benchmarks import cluster
 from benchmarks.common import results
 from benchmarks.common.results import FOLDER
 from benchmarks.simulated.cluster_parts import PARTS, Part, measure
-from benchmarks.simulator_page import PAGE, TABLES, best, filled, tables
+from benchmarks.simulator_page import TABLES, best
+from docs.blocks import ROOT
+from docs.hooks import on_page_markdown
 from placement.simulate import named
 
 SMALL = named("qwen3b-gsm8k-grpo").but(prompts=8, epochs=1)
@@ -28,7 +31,6 @@ def test_figures_are_over_fixed_of_the_same_and_of_the_first_variant() -> None:
 
 def test_rows_of_settings_that_are_run_later_join_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "FOLDER", tmp_path / "benchmarks" / "results")
-    monkeypatch.setattr(cluster, "write_page", lambda: None)
     part = Part(["a", "b"], lambda name: {"as it is": (SMALL, ["fixed"])})
     monkeypatch.setitem(PARTS, "best", part)
     for name in ("b", "a"):
@@ -49,18 +51,12 @@ def test_a_table_averages_over_settings() -> None:
     assert lines[4].startswith("| **average** |  |  | 1.50×, −15 % |") and lines[-1] == "Seeds a row: 2; at commit abcdef0."
 
 
-def test_a_table_replaces_what_stood_between_its_marks_and_nothing_else() -> None:
-    page = "before\n<!-- x -->\nold\nlines\n<!-- end -->\nbetween\n<!-- y -->\n?\n<!-- end -->\n"
-    new = filled(page, {"x": "| 1 |"})
-    assert new == "before\n<!-- x -->\n| 1 |\n<!-- end -->\nbetween\n<!-- y -->\n?\n<!-- end -->\n"
-    with pytest.raises(ValueError, match="one place for <!-- z -->"):
-        filled(page, {"z": ""})
-
-
-def test_the_page_shows_what_the_results_say() -> None:
-    page = PAGE.read_text()
-    assert page == filled(page, tables()), "run `python -m benchmarks.simulator_page`"
-    assert len(TABLES) == page.count("<!-- end -->")
+def test_the_page_has_every_table_once() -> None:
+    page = (ROOT / "docs" / "simulator.md").read_text()
+    assert sorted(re.findall(r"<!-- generate: (simulator-[\w-]+) -->", page)) == sorted(
+        f"simulator-{name.replace(' ', '-')}" for name in TABLES
+    )
+    assert "| step | used for |" in on_page_markdown(page) and "<!-- generate" not in on_page_markdown(page)
     for name in ("rollout_policies", "shared_pool_simulated"):
         for target in json.loads((FOLDER / f"{name}.json").read_text())["targets"]:
             assert target["met"] or target["why"], f"{target['name']} was missed and its result does not say why"

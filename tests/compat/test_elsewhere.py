@@ -16,7 +16,8 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from tests.conftest import command_here
 
 FLAGS = "--pretrain Qwen/Qwen2.5-7B --prompt_data d.jsonl --remote_rm_url r.py --vllm_num_engines 16 --vllm_tensor_parallel_size 2"
-FLAGS += " --actor_num_gpus_per_node 32 --ref_num_gpus_per_node 32 --zero_stage 3 --bf16 --advantage_estimator group_norm --n_samples_per_prompt 8"
+FLAGS += " --actor_num_gpus_per_node 32 --ref_num_gpus_per_node 32 --zero_stage 3 --bf16"
+FLAGS += " --advantage_estimator group_norm --n_samples_per_prompt 8"
 
 
 @pytest.fixture
