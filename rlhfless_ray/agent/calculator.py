@@ -39,7 +39,7 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.AST) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return node.value
     if isinstance(node, ast.BinOp):
         return OPERATIONS[type(node.op)](_value(node.left), _value(node.right)) if type(node.op) in OPERATIONS else _refuse()
@@ -59,15 +59,15 @@ class Calculator(AgentInstanceBase):
         self.calls, self.answer = 0, ""
         return {"observation": states["observation"]}
 
-    async def step(self, state: JsonObject, **kwargs: object) -> JsonObject:
-        text = state["action_text"]
+    async def step(self, state_dict: JsonObject, **kwargs: object) -> JsonObject:
+        text = state_dict["action_text"]
         self.answer += text
         if text.rstrip().endswith(END) and CALL in text and self.calls < MOST_CALLS:
             self.calls += 1
             result = f"<result>{calculate(text.rpartition(CALL)[2].rpartition(END)[0])}</result>"
             self.answer += result
             return {"rewards": 0.0, "environment_feedback": result, "done": False, "extra_logs": {"tool_calls": self.calls}}
-        reward = math_reward("", self.answer, {"answer": state["label"]}, answer_column="answer")
+        reward = math_reward("", self.answer, {"answer": state_dict["label"]}, answer_column="answer")
         return {"rewards": reward, "environment_feedback": "", "done": True, "extra_logs": {"tool_calls": self.calls}}
 
 

@@ -156,9 +156,11 @@ def _explained(translation: Translation | LauncherTranslation, there: DistantDev
 
     problem: UserError | str | None
     room = None if there is None else there.room
-    is_launcher = isinstance(translation, LauncherTranslation)
-    if here and (fitted := fit_width(translation.settings, there=room) if is_launcher else fit(translation, there=room)):
-        translation.notes.append(fitted)
+    if here:
+        fitted = (
+            fit_width(translation.settings, there=room) if isinstance(translation, LauncherTranslation) else fit(translation, there=room)
+        )
+        translation.notes += [fitted] if fitted else []
     problem = None if translation.refused else translation.problem()
     if here and not translation.refused and problem is None and isinstance(translation, Translation | SupervisedTranslation):
         problem = too_large(translation, there=room)

@@ -101,9 +101,12 @@ def _arguments(given: object) -> list:
 
 
 def _value(text: object) -> object:
-    for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, TypeError):
-            return read(text)
+    """Return the JSON value or Python literal of a text. Other values and texts are themselves."""
+    if isinstance(text, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+        with contextlib.suppress(ValueError, SyntaxError):
+            return ast.literal_eval(text)
     return text
 
 
