@@ -1,12 +1,14 @@
-"""Draw the pictures of docs/architecture.md: python -m docs.diagrams writes docs/images/session.svg and protocols.svg."""
+"""Draw the pictures of docs/architecture.md and README.md that need no run: `python -m docs.diagrams` writes them into docs/images/."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 IMAGES = Path(__file__).parent / "images"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 STYLE = """
 svg{--page:#fff;--box:#f5f6f8;--edge:#8b95a5;--title:#1c2430;--text:#4b5563;--blue:#eaf1fb;--green:#e9f5ef;--orange:#fcf1e4}
 @media (prefers-color-scheme:dark){
@@ -14,7 +16,8 @@ svg{--page:#1e2129;--box:#2a2f3a;--edge:#7d8796;--title:#eef1f5;--text:#bcc4d0;-
 .page{fill:var(--page)} .box{fill:var(--box);stroke:var(--edge);stroke-width:1.4} .blue{fill:var(--blue)} .green{fill:var(--green)}
 .orange{fill:var(--orange)} .title{font-weight:600;fill:var(--title)} .text{fill:var(--text);font-size:12.5px}
 .code{fill:var(--text);font-size:12px;font-family:ui-monospace,Consolas,"DejaVu Sans Mono",monospace}
-.line{stroke:var(--text);stroke-width:1.5;fill:none;marker-end:url(#head)} .dashed{stroke-dasharray:5 4} marker path{fill:var(--text)}
+.line{stroke:var(--text);stroke-width:1.5;fill:none;marker-end:url(#head)} .dashed,.idle{stroke-dasharray:5 4}
+.idle{fill:none} marker path{fill:var(--text)}
 """
 HEAD = '<marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
 HEAD += '<path d="M0 0L10 5L0 10z"/></marker>'
@@ -149,7 +152,30 @@ def protocols() -> Picture:
     return picture
 
 
-PICTURES = {"session": session, "protocols": protocols}
+def gain() -> Picture:
+    """Draw who held two cores, for two runs with a core each and on one pool, from the measured ends of both (shared_pool_2.json)."""
+    ways = json.loads((RESULTS / "shared_pool_2.json").read_text(encoding="utf-8"))["ways"]
+    picture = Picture(
+        920,
+        300,
+        "Two runs with a core each are done after 124 s, and one core idles for most of it. On one pool both are done after 101 s.",
+    )
+    left, per_s, height = 120, 6.2, 40
+    for top, (way, title) in zip((44, 180), (("parts", "A core each"), ("shared", "One pool of two cores")), strict=True):
+        runs, end_s = ways[way]["runs"], ways[way]["end_s"]
+        held = sum(run["held_slot_s"] for run in runs) / (2 * end_s)
+        picture.text(20, top - 16, f"{title}: both runs done after {end_s:.0f} s, {held:.0%} of the core-seconds used", "title", "start")
+        short_s = runs[1]["wall_s"]
+        for row, name in enumerate(("core 0", "core 1")):
+            picture.text(left - 14, top + row * 46 + 25, name, anchor="end")
+        picture.box(left, top, per_s * end_s, height, "run 1", color="blue")
+        picture.box(left, top + 46, per_s * short_s, height, "run 2", color="orange")
+        rest = ("nobody, but paid for", "idle") if way == "parts" else ("run 1", "blue")
+        picture.box(left + per_s * short_s, top + 46, per_s * (end_s - short_s), height, rest[0], color=rest[1])
+    return picture
+
+
+PICTURES = {"session": session, "protocols": protocols, "gain": gain}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
