@@ -35,11 +35,11 @@ def refused(folder: Path, text: str, name: str = "score") -> str:
 
 
 def test_the_built_in_functions() -> None:
-    task = pickle.loads(pickle.dumps(load_reward(recipe("task")))).build()
+    task = pickle.loads(pickle.dumps(load_reward(recipe("task")))).build(10.0)
     assert task("5A3B1=", "a8b9#9", {"prompt": "5A3B1=", "answer": "9"}) == 1.0
-    math = load_reward(recipe("math", path="rows.jsonl", answer_column="solution")).build()
+    math = load_reward(recipe("math", path="rows.jsonl", answer_column="solution")).build(10.0)
     assert math("", "#### 4", {"solution": "#### 4"}) == 1.0
-    assert load_reward(recipe("math")).build()("", "4", {"answer": "4"}) == 1.0
+    assert load_reward(recipe("math")).build(10.0)("", "4", {"answer": "4"}) == 1.0
 
 
 def test_a_file_is_shipped_as_text(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_file_is_shipped_as_text(tmp_path: Path) -> None:
     )
     shipped = pickle.dumps(source(tmp_path, text))
     (tmp_path / "mine.py").unlink()
-    assert pickle.loads(shipped).build()("", "abc", {"bonus": 10}) == 14
+    assert pickle.loads(shipped).build(10.0)("", "abc", {"bonus": 10}) == 14
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_file_is_shipped_as_text(tmp_path: Path) -> None:
     ],
 )
 def test_every_way_to_write_the_contract(tmp_path: Path, text: str) -> None:
-    assert source(tmp_path, text).build()("", "", {}) == 1
+    assert source(tmp_path, text).build(10.0)("", "", {}) == 1
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
