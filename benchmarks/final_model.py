@@ -49,7 +49,7 @@ def check_final_model(run: Path) -> FinalModel:
     from rlhfless_ray.weights.model_folder import read_folder
 
     tokenizer = load_tokenizer(read_folder(run / "model"), recipe.policy.trust_remote_code)
-    reward = load_reward(recipe).build()
+    reward = load_reward(recipe).build(recipe.reward.timeout_s)
     accuracy = {}
     for library, ids in answers.items():
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -101,7 +101,7 @@ def test_the_file_must_exist_and_be_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", ["exact", "file.py", ":score", "file.py:"])
 def test_other_spellings_are_refused(function: str) -> None:
-    with pytest.raises(UserError, match=r"is none of `task`, `math` and `path/to/file\.py:name`"):
+    with pytest.raises(UserError, match=r"is none of `task`, `math`, `code` and `path/to/file\.py:name`"):
         load_reward(recipe(function))
 
 
