@@ -155,6 +155,69 @@ def shared_pool(content: dict[str, Any]) -> str:
     return f"{_table(heads, rows)}\n\nSeeds a row: {' or '.join(map(str, seeds))}; at commit {of_commits}."
 
 
+def spot_paper(entries: dict[str, Any]) -> str:
+    """Return what part of a pool on preemptible devices brings over `fixed` on own ones: at equal money, and at equal time."""
+    rows = []
+    for name, entry in entries.items():
+        for i, row in enumerate(entry):
+            cells = [f"{row['share']:.0%}", row["availability"] if row["share"] else ""]
+            for policy in ("rlboost", "ours"):
+                speedup, saving = row[policy]["speedup"], row[policy]["saving"]
+                cells += [
+                    "–" if speedup is None else f"{speedup:.2f}×",
+                    "–" if saving is None else f"{-100 * saving:+.0f} %".replace("-", "−"),
+                ]
+            rows.append(["" if i else f"{name}: {row['fixed_s']:.0f} s", *cells])
+    heads = ["setting, step of `fixed`", "preemptible", "availability", "RLBoost's policy, equal money", "equal time", "ours, equal money"]
+    return _table([*heads, "equal time"], rows)
+
+
+def spot_rlboost(entries: Sequence[dict[str, Any]]) -> str:
+    """Return RLBoost's setting: published and simulated tokens per second, and both policies over own devices alone."""
+    rows = []
+    for row in entries:
+        said = f"{row['published']:,}"
+        if "fixed" in row:
+            rows.append([row["instances"], said, f"{row['fixed']:,.0f}", "", "", ""])
+        else:
+            tokens = [f"{row[f'{policy}_tokens_per_s']:,.0f}" for policy in ("rlboost", "ours")]
+            rows.append([row["instances"], said, *tokens, pair(row["rlboost"]), pair(row["ours"])])
+    heads = [
+        "instances of 2 H100",
+        "published, tokens/s",
+        "its policy, simulated",
+        "ours",
+        "its policy over 8 H100 alone",
+        "ours over them",
+    ]
+    return _table(heads, rows)
+
+
+def spot_large(entries: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        [
+            row["availability"],
+            f"{row['responses']:,}",
+            f"{row['step_s']:.0f} s",
+            f"{row['plan_s']:.2f} s",
+            f"{row['control_share']:.2%}",
+            f"{row['lost']:.1f}",
+            f"{row['stall_s']:.0f} s",
+        ]
+        for row in entries
+    ]
+    heads = [
+        "availability",
+        "responses",
+        "step",
+        "planning",
+        "of the step",
+        "responses on lost instances, a step",
+        "longest time without a token",
+    ]
+    return _table(heads, rows)
+
+
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of which file and which part of it each is made
     "device model": ("device_model", "steps", device_model),
     "cluster best": ("cluster", "best", best),
@@ -166,6 +229,9 @@ TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of wh
     "rollout policies": ("rollout_policies", "targets", rollout),
     "break even": ("break_even", "curves", break_even),
     "shared pool": ("shared_pool_simulated", "cases", shared_pool),
+    "spot paper": ("spot", "paper", spot_paper),
+    "spot rlboost": ("spot", "rlboost", spot_rlboost),
+    "spot large": ("spot", "large", spot_large),
 }
 
 
@@ -175,7 +241,11 @@ COMMANDS = {  # that write each file of results
     "rollout_policies": "python -m benchmarks.rollout_policies",
     "break_even": "python -m benchmarks.break_even",
     "shared_pool_simulated": "python -m benchmarks.simulated.shared_pool",
+    "spot": "python -m benchmarks.spot",
 }
+
+
+WITH_PARTS = ("cluster", "spot")
 
 
 def tables(folder: Path = FOLDER) -> dict[str, str]:
@@ -185,7 +255,7 @@ def tables(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def _made(file: str, content: dict[str, Any], part: str, make: Callable[[dict[str, Any]], str]) -> str:
-    """Return a table. Those of `benchmarks.cluster` are made of one of its parts, the others of a whole file."""
-    entry = content.get("parts", {}).get(part) if file == "cluster" else content.get(part) and content
-    command = COMMANDS[file] + (f" --only {part}" if file == "cluster" else "")
+    """Return a table. Those of files with parts are made of one of them, the others of a whole file."""
+    entry = content.get("parts", {}).get(part) if file in WITH_PARTS else content.get(part) and content
+    command = COMMANDS[file] + (f" --only {part}" if file in WITH_PARTS else "")
     return make(entry) if entry else f"Not simulated with this device model yet: `{command}` makes this table."

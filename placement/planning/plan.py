@@ -33,6 +33,8 @@ class Pool:
         Seconds between the notice of a preemption and the loss. A successor starts within them.
     interval_s : float
         Seconds between two reports of new tokens. A loss with less notice than that regenerates one interval.
+    restart_s : float, optional
+        Seconds that a successor takes to its first token after a preemption. None: `start_s`.
 
     Examples
     --------
@@ -52,6 +54,7 @@ class Pool:
     devices: int = 1
     notice_s: float = 0.0
     interval_s: float = 0.0
+    restart_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def simulate(setting: Setting, policies: Sequence[str | tuple[str, Policy]] | No
     bounds: list[Bounds] = []
     planner: Planner | None = None
     for step in range(len(workload.epoch)):
-        given = _input(workload, step, forecasts, seed)
+        given = step_input(workload, step, forecasts, seed)
         if planner is None:
             planner = Planner(given, setting.prefer, lambda view: fixed(times, view, None))  # type: ignore[arg-type]
         new_epoch = step > 0 and workload.epoch[step] != workload.epoch[step - 1]
@@ -152,7 +152,7 @@ def _named_policy(name: str, known: dict[str, Policy]) -> Policy:
     return known[match_name("policy", name, list(known))]
 
 
-def _input(workload: SyntheticWorkload, step: int, forecasts: Forecasts, seed: int) -> StepInput:
+def step_input(workload: SyntheticWorkload, step: int, forecasts: Forecasts, seed: int) -> StepInput:
     """Return a step's input. Beside the first rollout the last step is learned, so that a run learns each batch once."""
     samples = workload.lengths.shape[2]
     return StepInput(
