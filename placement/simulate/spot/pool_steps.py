@@ -115,7 +115,8 @@ def run_step(times: PhaseTimes, given: StepInput, plan: PoolPlan, market: PoolMa
     if has_lag or learner_s >= rollout_s:
         end_s = max(rollout_s, learner_s + work_s)
     else:
-        work = work_of(times, given, rollout.finish_s + prefill_s, gradients=times.early_gradients(m))
+        is_whole = not times.trainer.sharding(m).per_forward  # gradients before the last response need weights that are not sharded
+        work = work_of(times, given, rollout.finish_s + prefill_s, gradients=is_whole)
         done = run_learner(work, LearnerDevices(m, m, learner_s, rollout_s), costs_of(times, work))
         end_s, work_s = done.end_s, done.busy / m
     held.advance(began_s + end_s)
