@@ -142,20 +142,26 @@ class Acceptance:
 
 
 def choose_lengths(
-    survivals: np.ndarray, step_s: float, verify_s: np.ndarray, overhead_s: float = 0.0, sequences: int | None = None
+    survivals: np.ndarray,
+    step_s: float,
+    verify_s: np.ndarray,
+    overhead_s: float = 0.0,
+    sequences: float | None = None,
+    values: np.ndarray | None = None,
 ) -> list[int]:
-    """Return how many tokens of each draft to verify, for the most tokens per second.
+    """Return how many tokens of each draft to verify, for the most value of tokens per second.
 
     survivals: (drafts, tokens), the probabilities of `Acceptance.survival`, which do not increase along a row. step_s: seconds of the
     step without drafts. verify_s: seconds that 1, 2, … drafted tokens add, as many as there are. A further token never adds less than
-    the one before. overhead_s: seconds that verifying at all adds. sequences: of the step, if some have no draft.
+    the one before. overhead_s: seconds that verifying at all adds. values: (drafts,) what a token of each draft is worth, see
+    `token_values`; 1 by default. sequences: value of one token of each sequence of the step, if some have no draft.
 
-    The expected tokens of a step are its sequences and the sum of the survivals that are chosen. The k greatest survivals are the
-    best k tokens, and they are prefixes of the drafts, so the search over k is exact. Of equal rates the smallest k is taken.
+    The expected value of a step is that of its sequences and of the survivals that are chosen. The k greatest survivals times values are
+    the best k tokens, and they are prefixes of the drafts, so the search over k is exact. Of equal rates the smallest k is taken.
     """
     rows, width = survivals.shape
-    sequences = rows if sequences is None else sequences
-    flat = survivals.ravel()
+    sequences = (rows if values is None else float(values.sum())) if sequences is None else sequences
+    flat = (survivals if values is None else survivals * values[:, None]).ravel()
     rate = sequences / step_s  # without drafts
     # A token that brings less than this rate for the least that it adds is not among the best.
     order = (flat > rate * verify_s[0] * (1 - 1e-9) if len(verify_s) else flat).nonzero()[0]

@@ -110,27 +110,27 @@ class Attempts:
             self.balance = min(self.balance + ALLOWED_LOSS * steps, MOST_BALANCE)
             self.reading = min(self.reading + ALLOWED_LOSS * steps, FIRST_BALANCE)
 
-    def choose(self, drafts: DraftTable, running: int, context_tokens: int) -> list[int]:
+    def choose(self, drafts: DraftTable, running: int, context_tokens: int, values: np.ndarray | None = None) -> list[int]:
         """Return how many tokens of each draft the next step verifies.
 
-        The drafts are of some of its `running` sequences. While the balance pays for trials, rates that are little known are taken to be
-        better than their mean.
+        The drafts are of some of its `running` sequences. values: what a token of each is worth, see `token_values`. While the balance pays
+        for trials, rates that are little known are taken to be better than their mean.
         """
         times = self.learned.times
         step_s = times.step_s(running, context_tokens)
         if step_s is None or not times.is_known:
             return np.minimum(1 + times.trials % TRIAL_TOKENS, np.count_nonzero(drafts.estimates, axis=1)).tolist()
         survival = self.learned.acceptance.survival(drafts, OPTIMISM if self.balance > 0 else 0.0)
-        return choose_lengths(survival, step_s, times.costs_s(running), times.path_s, running)
+        return choose_lengths(survival, step_s, times.costs_s(running), times.path_s, running, values)
 
-    def due(self, names: Sequence[str], most: int) -> list[int]:
-        """Return the positions of at most `most` sequences that may try, those whose drafts did best first."""
+    def due(self, names: Sequence[str], most: int, values: np.ndarray | None = None) -> list[int]:
+        """Return the positions of at most `most` sequences that may try, those whose drafts did best and that are worth most first."""
         pays = self.worth_s > self.look_up_s
         if not self.rests or (pays and len(names) <= most):
-            return list(range(min(len(names), most)))
+            return list(range(min(len(names), most))) if values is None else sorted((-values).argsort(kind="stable")[:most].tolist())
         rests = [self.rests.get(name, (0, 0)) for name in names]
         rested = [i for i, (until, _) in enumerate(rests) if pays or until <= self.number]
-        return rested if len(rested) <= most else sorted(rested, key=lambda i: rests[i][1])[:most]
+        return rested if len(rested) <= most else sorted(rested, key=lambda i: (rests[i][1], 0.0 if values is None else -values[i]))[:most]
 
     def pause_until_due(self, names: Collection[str]) -> None:
         """Pause until one of these sequences, which all rest, may try again."""
@@ -161,8 +161,8 @@ class Attempts:
         each = seconds / sequences
         self.look_up_s += 0.1 * (each - self.look_up_s) if self.look_up_s else each
 
-    def settle(self, running: int, context_tokens: int, drafted: int, accepted: int, draft_s: float) -> None:
-        """Add what a step with drafts or look-ups has saved, which may be negative."""
+    def settle(self, running: int, context_tokens: int, drafted: int, accepted: float, draft_s: float) -> None:
+        """Add what a step with drafts or look-ups has saved, which may be negative. accepted: tokens, each counted by its value."""
         times = self.learned.times
         saved_s, step_s = times.saved_s(running, context_tokens, drafted, accepted), times.step_s(running, context_tokens)
         if step_s is not None and (looked := self.looked[1]):

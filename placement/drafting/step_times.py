@@ -141,12 +141,20 @@ class StepTimes:
             self._costs = sequences, self.verify_s(sequences, np.arange(1, sequences * MOST_TOKENS + 1))
         return self._costs[1]
 
+    def rates(self, sequences: int, context_tokens: int) -> tuple[float, float] | None:
+        """Return the seconds of a step that its rows do not change, and those that a further row adds. None before the first fit."""
+        step_s = self.step_s(sequences, context_tokens)
+        if step_s is None:
+            return None
+        row_s = float(self.costs_s(sequences)[sequences - 1]) / sequences
+        return max(step_s - row_s * sequences, 0.1 * step_s), row_s
+
     @property
     def path_s(self) -> float:
         """Seconds that a step takes longer because it verifies drafts."""
         return 0.0 if self.terms is None else self._numbers[4]
 
-    def saved_s(self, running: int, context_tokens: int, drafted: int, accepted: int) -> float:
+    def saved_s(self, running: int, context_tokens: int, drafted: int, accepted: float) -> float:
         """Return the seconds that verifying drafts has saved in a step, by the fitted times, without those of look-ups."""
         step_s = self.step_s(running, context_tokens)
         if step_s is None or not drafted:

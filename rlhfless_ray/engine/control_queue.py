@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ class DraftNews:
         learned: state of `Learned`; {} if there is nothing new.
         texts: (name, tokens) of responses of other engines and earlier steps. Tokens of a name that was sent before continue that text.
         weights: the drafter's weights, {name: array} or a reference to it; None if the engine has them.
+        lengths: (draws,) joint draws of the lengths of responses in tokens, by their requests' keys.
     """
 
     learned: JsonObject
     texts: tuple[tuple[int, np.ndarray], ...]
     weights: Any = None
+    lengths: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

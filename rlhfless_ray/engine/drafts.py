@@ -17,6 +17,7 @@ import numpy as np
 
 from placement.drafting.acceptance import MODEL_SEQUENCES, MOST_TOKENS, Acceptance, Drafts
 from placement.drafting.attempts import Attempts, Learned
+from placement.drafting.token_values import TokenValues
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.engine.head_config import is_head
 from rlhfless_ray.engine.text_drafts import TextSource
@@ -41,14 +42,20 @@ class _Running(NamedTuple):
 
     names: list[str]  # vLLM's request ids
     keys: list[int]  # the requests' numbers
+    responses: list[int]  # their keys in the rollout
     rows: np.ndarray  # (n,) of the batch
-    prompts: list[int]  # tokens of the prompts
+    prompts: list[int]  # tokens of the prompts, with those that other engines have generated
+    before: np.ndarray  # (n,) tokens that other engines have generated
     limits: np.ndarray  # (n,) tokens after which nothing is drafted
 
     def take(self, places: Sequence[int]) -> _Running:
         """Return some of the sequences."""
-        names, keys, prompts = [self.names[i] for i in places], [self.keys[i] for i in places], [self.prompts[i] for i in places]
-        return _Running(names, keys, self.rows[places], prompts, self.limits[places])
+
+        def some(column: list[Any]) -> list[Any]:
+            return [column[i] for i in places]
+
+        names, keys, responses, prompts = some(self.names), some(self.keys), some(self.responses), some(self.prompts)
+        return _Running(names, keys, responses, self.rows[places], prompts, self.before[places], self.limits[places])
 
 
 class _Offer(NamedTuple):
@@ -57,9 +64,10 @@ class _Offer(NamedTuple):
     rows: dict[str, int]  # by vLLM's request id: place in the following
     sources: list[int]
     cells: np.ndarray  # (drafts, tokens), as in `DraftTable`
+    values: np.ndarray  # (drafts,) what an accepted token is worth, see `token_values`
 
 
-NO_OFFER = _Offer({}, [], np.zeros((0, 0), int))
+NO_OFFER = _Offer({}, [], np.zeros((0, 0), int), np.zeros(0))
 
 
 class Drafter:
@@ -83,7 +91,7 @@ class Drafter:
         self.config, runner.speculative_config = runner.speculative_config, None
         runner.num_accepted_tokens_event = None  # only policies with recurrent layers read these numbers
         self.text, self.learned = TextSource(), Learned()
-        self.attempts = Attempts(self.learned)
+        self.attempts, self.values = Attempts(self.learned), TokenValues()
         self.source: DraftSource | None = None  # not `model`: vLLM would take that for a module, and save its buffers when it parks
         if model is not None:
             with self._continuing_without_model():
@@ -141,7 +149,7 @@ class Drafter:
 
     def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
         """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
-        rows, sources, _ = self.verified
+        rows, sources, *_ = self.verified
         if not any(sources):
             return 0, 0
         counts = [count for name, count in tried.items() if name in rows and sources[rows[name]]]
@@ -149,13 +157,17 @@ class Drafter:
 
     def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
         """Record a step's time and its accepted drafts. `tried`: (drafted, accepted) tokens by vLLM's request id."""
-        rows, _, cells = self.verified
+        rows, _, cells, values = self.verified
+        worth = 0.0
         if known := [(rows[name], *counts) for name, counts in tried.items() if name in rows]:
             places, drafted, accepted = np.array(known).T
             self.learned.acceptance.observe(cells[places], drafted, accepted)
+            worth = float(values[places] @ accepted)
+            for name, counts in tried.items():
+                self.values.observe(name, *counts)
         if step.new_tokens == step.running:  # the step computed no prompt
             self.learned.times.observe(step.running, step.context_tokens, step.drafted, step.work_s)
-        self.attempts.settle(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s)
+        self.attempts.settle(step.running, step.context_tokens, step.drafted, worth, step.draft_s)
 
     def finish(self, number: int, response: Sequence[int]) -> None:
         """Add a finished response to the texts that drafts come from."""
@@ -164,6 +176,7 @@ class Drafter:
     def update(self, news: DraftNews) -> None:
         """Take over the run's fitted times and acceptance, and add responses of other engines and earlier steps to the texts."""
         self.learned.restore(news.learned)
+        self.values.forecast(news.lengths)
         for name, tokens in news.texts:
             self._read(self.text.add, ("said", name), tokens)
         if news.weights is not None and self.source is not None:
@@ -208,7 +221,8 @@ class Drafter:
         lengths = batch.num_tokens_no_spec[due.rows]
         self.running, self.context_tokens = len(lengths), int(lengths.sum())
         most = ALL if self.always else self.attempts.begin_step(self.running, self.context_tokens)
-        chosen = range(self.running) if self.always else self.attempts.due(due.names, most) if most else ()
+        values = self._values(due, lengths) if most and not self.always else np.ones(self.running)
+        chosen = range(self.running) if self.always else self.attempts.due(due.names, most, values) if most else ()
         if not chosen:
             if most:
                 self.attempts.pause_until_due(due.names)
@@ -217,24 +231,32 @@ class Drafter:
         if self.source is not None:
             self.source.forget_all_but(due.keys)
         if len(chosen) < self.running:
-            due, lengths = due.take(chosen), lengths[chosen]
+            due, lengths, values = due.take(chosen), lengths[chosen], values[chosen]
         left = np.minimum(np.maximum(due.limits - lengths, 0), MOST_TOKENS).tolist()
         drafts = self.text.propose(due.keys, due.prompts, batch.token_ids_cpu, due.rows, lengths, left)
         if self.source is not None and (self.always or (len(left) <= MODEL_SEQUENCES and self.attempts.due([MODEL], 1))):
-            self._draft_by_model(self.source, due, lengths.tolist(), left, drafts)
+            self._draft_by_model(self.source, due, lengths.tolist(), left, drafts, values)
         tokens, sources = drafts.tokens, drafts.sources
         if any(tokens):
             table = Acceptance.tabulate(drafts)
-            counts = [*map(len, tokens)] if self.always else self.attempts.choose(table, self.running, self.context_tokens)
+            counts = [*map(len, tokens)] if self.always else self.attempts.choose(table, self.running, self.context_tokens, values)
             rows = {}
             for row, (name, count) in enumerate(zip(due.names, counts, strict=True)):
                 if count:
                     requests[name].spec_token_ids = tokens[row][:count]
                     rows[name] = row
-            self.offered = _Offer(rows, sources, table.cells)
+            self.offered = _Offer(rows, sources, table.cells, values)
         self.attempts.note(due.names, self.offered.rows)
         self.draft_s = time.thread_time() - begin
         self.attempts.observe_look_up(self.draft_s, len(left))
+
+    def _values(self, due: _Running, lengths: np.ndarray) -> np.ndarray:
+        """Return (n,) what a token of each sequence is worth. `lengths`: (n,) tokens of the sequences so far."""
+        costs = self.learned.times.rates(self.running, self.context_tokens)
+        if costs is None:
+            return np.ones(len(lengths))
+        generated = lengths - due.prompts + due.before
+        return self.values.get(due.names, due.responses, generated, due.limits - lengths, *costs)
 
     def _going_on(self, batch: Any, requests: dict[str, Any]) -> _Running:
         """Return the sequences that go on. They are those of the last step unless one has ended or begun."""
@@ -251,20 +273,25 @@ class Drafter:
         prompts = batch.num_prompt_tokens[rows]
         # A step draws one token besides the drafted ones.
         limits = np.minimum(prompts + [one["max_tokens"] for one in asked], self.most_tokens) - 1
-        running = _Running(names, [one["key"] for one in asked], np.array(rows, int), prompts.tolist(), limits)
+        extra = [requests[name].sampling_params.extra_args for name in names]
+        responses, before = [one["response"] for one in extra], np.array([one["offset"] for one in extra], int)
+        running = _Running(names, [one["key"] for one in asked], responses, np.array(rows, int), prompts.tolist(), before, limits)
         self.batch = ([*ids], running) if len(names) == len(ids) else None
         self.attempts.forget_all_but([*names, MODEL])
+        self.values.forget_all_but(names)
         return running
 
-    def _draft_by_model(self, model: DraftSource, due: _Running, lengths: Sequence[int], most: Sequence[int], drafts: Drafts) -> None:
+    def _draft_by_model(
+        self, model: DraftSource, due: _Running, lengths: Sequence[int], most: Sequence[int], drafts: Drafts, values: np.ndarray
+    ) -> None:
         """Replace drafts from text by the model's where those have more expected tokens.
 
-        `lengths`, `most`: tokens of each sequence so far, and to draft.
+        `lengths`, `most`: tokens of each sequence so far, and to draft. `values`: what a token of each is worth.
         """
         acceptance, times, table = self.learned.acceptance, self.learned.times, self.runner.input_batch.token_ids_cpu
         promised = acceptance.survival(acceptance.tabulate(drafts)).sum(1)
         asks, places = [], []
-        for i in np.argsort(promised)[:MODEL_SEQUENCES].tolist():
+        for i in np.argsort(promised - values)[:MODEL_SEQUENCES].tolist():
             tokens = table[due.rows[i], : lengths[i]]
             if most[i] and model.fits(due.keys[i], tokens, most[i]) and promised[i] < ENOUGH_PROMISED:
                 places.append(i)
@@ -285,7 +312,7 @@ class Drafter:
                 return passes < TRIAL_PASSES
             # The next token survives no more often than this one.
             verified_s = np.diff(times.verify_s(self.running, len(places) * np.array([passes, passes + 1])))[0]
-            return float(survival(by_model)[:, passes - 1 : passes].sum() * token_s) > self.pass_s + verified_s
+            return float(values[places] @ survival(by_model)[:, passes - 1 : passes].sum(1) * token_s) > self.pass_s + verified_s
 
         with self._continuing_without_model():
             by_model = model.propose(asks, goes_on)
@@ -297,7 +324,7 @@ class Drafter:
         for i, draft, gain in zip(places, by_model, gains.tolist(), strict=True):
             if gain:
                 drafts.replace(i, draft)
-        self.attempts.note([MODEL], [MODEL] if not token_s or float(gains.sum()) * token_s > seconds else [])
+        self.attempts.note([MODEL], [MODEL] if not token_s or float(values[places] @ gains) * token_s > seconds else [])
 
     def _ask(self, name: str, key: int, tokens: np.ndarray, most: int) -> Ask:
         from rlhfless_ray.engine.model_drafts import Ask

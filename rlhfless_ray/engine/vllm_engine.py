@@ -272,6 +272,7 @@ class VllmEngine(SteppedEngine):
                 "top_p": request.top_p,
                 "top_k": request.top_k,
                 "offset": before,
+                "response": request.key,
             }
             ends = [*self.stop_token_ids, *request.stop_token_ids]
             if before < request.min_tokens:

@@ -1,0 +1,118 @@
+"""What a token of each sequence is worth: how much it shortens the time until an engine has ended its last sequence.
+
+If an engine's step takes a + b · rows, its time to the end is a · steps + b · all rows that it computes. A sequence that would end before
+the last one gains nothing by drafts. Those that would end later need just enough of them to end together. So one number, the steps until
+the end, gives the drafts of every sequence, and the best number is found by trying some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from placement.drafting.acceptance import MOST_TOKENS
+
+REFRESH_STEPS = 16  # steps for which values are kept while the same sequences run
+CHANCE_RATE = 0.05  # weight of a step in the mean chance of a sequence's drafted token
+FIRST_CHANCE = 0.6  # of a sequence without drafts so far
+CHANCES = (0.05, 0.95)
+LEVELS = (0.5, 0.75, 0.95)
+LEAST_CHANCE = 0.05
+SHARES = np.geomspace(1.0, 0.1, 10)  # numbers of steps that are tried, in shares of those without drafts
+
+
+def values_of(left: np.ndarray, chance: np.ndarray, step_s: float, row_s: float) -> np.ndarray:
+    """Return (n,) what a token of each sequence is worth, relative to their mean.
+
+    left: (n, S) tokens that each sequence still gets, in joint draws. chance: (n,) that a drafted token is accepted after accepted ones.
+    step_s, row_s: seconds that a step takes at least, and for each row, which is a sequence or a drafted token.
+
+    With `token_values`, the time is a · steps + b · rows. A sequence that needs k drafted tokens a step to end in time is worth 1 / chanceᵏ
+    of one that needs none: so much that exactly these are verified.
+    """
+    last, log = float(left.max(0).mean()), np.log(chance)
+    most = np.minimum(np.log(LEAST_CHANCE) / log, MOST_TOKENS)
+    least, best = np.inf, np.zeros(len(left))
+    for level in LEVELS:
+        aim = shrunk(left, level)
+        for share in SHARES:
+            needed = np.maximum(aim / (last * share), 1.0)  # tokens a step
+            drafted = np.log(np.maximum(1 - needed * (1 - chance), 1e-9)) / log - 1  # tokens = (1 - chanceᵏ⁺¹) / (1 - chance)
+            drafted = np.clip(drafted, 0.0, most)
+            steps = left * ((1 - chance) / -np.expm1(log * (drafted + 1)))[:, None]
+            seconds = float((step_s * steps.max(0) + row_s * ((1 + drafted)[:, None] * steps).sum(0)).mean())
+            if seconds < least:
+                least, best = seconds, drafted
+    values = chance**-best
+    return np.asarray(values / values.mean())
+
+
+def shrunk(left: np.ndarray, level: float) -> np.ndarray:
+    """Return (n,) the medians of draws (n, S), the nearer to one value the less of the draws' variance is between sequences."""
+    logs = np.log(left)
+    within, medians = float(logs.var(1).mean()), np.quantile(logs, level, axis=1)
+    between = max(float(logs.mean(1).var()) - within / left.shape[1], 0.0)
+    known = between / max(between + within, 1e-12)
+    return np.asarray(np.exp(known * medians + (1 - known) * medians.mean()))
+
+
+def tokens_left(lengths: np.ndarray, generated: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Return (n, S) tokens that sequences still get, from draws of their lengths (n, S) and their tokens so far (n,).
+
+    A sequence that has outgrown some of its draws repeats the others. One that has outgrown all of them gets between a little and
+    many times what it has. limits: (n,) tokens that it gets at most.
+    """
+    left = lengths - generated[:, None]
+    outgrown = left < 1
+    if outgrown.any():
+        count = left.shape[1]
+        share = (np.arange(count) + 0.5) / count
+        for row in outgrown.any(1).nonzero()[0].tolist():
+            rest = left[row, ~outgrown[row]]
+            left[row, outgrown[row]] = np.resize(rest, outgrown[row].sum()) if len(rest) else generated[row] * share / (1 - share)
+    return np.clip(left, 1.0, np.maximum(limits, 1)[:, None])
+
+
+class TokenValues:
+    """The values of an engine's running sequences, from the run's forecasts of their lengths."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[int, np.ndarray] = {}  # (S,) draws of the whole response, by its key
+        self.chances: dict[str, float] = {}  # by the sequence's name
+        self.known: tuple[Sequence[str], int, np.ndarray] = ((), 0, np.ones(0))  # sequences, steps since, and their values
+
+    def forecast(self, lengths: Mapping[int, np.ndarray]) -> None:
+        """Take over forecasts of responses."""
+        self.lengths.update(lengths)
+        self.known = (), 0, np.ones(0)
+
+    def observe(self, name: str, drafted: int, accepted: int) -> None:
+        """Record how many of a sequence's drafted tokens a step accepted."""
+        tried = min(accepted + 1, drafted)
+        chance = self.chances.get(name, FIRST_CHANCE)
+        self.chances[name] = chance + (1 - (1 - CHANCE_RATE) ** tried) * (accepted / tried - chance) if tried else chance
+
+    def forget_all_but(self, names: Sequence[str]) -> None:
+        """Forget what was observed of sequences that are not among these."""
+        for name in self.chances.keys() - set(names):
+            del self.chances[name]
+
+    def get(
+        self, names: Sequence[str], keys: Sequence[int], generated: np.ndarray, limits: np.ndarray, step_s: float, row_s: float
+    ) -> np.ndarray:
+        """Return (n,) the values of these sequences, 1 for all if a forecast is missing. See `values_of`.
+
+        generated: (n,) tokens of the responses so far. limits: (n,) tokens that they still get at most.
+        """
+        known, steps, values = self.known
+        if known != names or steps >= REFRESH_STEPS:
+            steps = 0
+            if len(keys) > 1 and all(key in self.lengths for key in keys):
+                lengths = np.array([self.lengths[key] for key in keys], float)
+                chance = np.clip([self.chances.get(name, FIRST_CHANCE) for name in names], *CHANCES)
+                values = values_of(tokens_left(lengths, generated, limits), chance, step_s, row_s)
+            else:
+                values = np.ones(len(keys))
+        self.known = names, steps + 1, values
+        return values
