@@ -13,12 +13,12 @@ import numpy as np
 
 from placement.drafting.acceptance import MOST_TOKENS
 
-REFRESH_STEPS = 16  # steps for which values are kept while the same sequences run
+REFRESH_STEPS = 16  # steps for which values are kept
 CHANCE_RATE = 0.05  # weight of a step in the mean chance of a sequence's drafted token
 FIRST_CHANCE = 0.6  # of a sequence without drafts so far
-CHANCES = (0.05, 0.95)
-LEVELS = (0.5, 0.75, 0.95)
-LEAST_CHANCE = 0.05
+CHANCES = (0.05, 0.95)  # bounds of that mean
+LEVELS = (0.5, 0.75, 0.95)  # of each sequence's lengths, by which drafts are tried: cheap drafts may as well be for unlikely lengths
+LEAST_CHANCE = 0.05  # that all drafted tokens are accepted: further ones gain nothing
 SHARES = np.geomspace(1.0, 0.1, 10)  # numbers of steps that are tried, in shares of those without drafts
 
 
@@ -33,17 +33,13 @@ def values_of(left: np.ndarray, chance: np.ndarray, step_s: float, row_s: float)
     """
     last, log = float(left.max(0).mean()), np.log(chance)
     most = np.minimum(np.log(LEAST_CHANCE) / log, MOST_TOKENS)
-    least, best = np.inf, np.zeros(len(left))
-    for level in LEVELS:
-        aim = shrunk(left, level)
-        for share in SHARES:
-            needed = np.maximum(aim / (last * share), 1.0)  # tokens a step
-            drafted = np.log(np.maximum(1 - needed * (1 - chance), 1e-9)) / log - 1  # tokens = (1 - chanceᵏ⁺¹) / (1 - chance)
-            drafted = np.clip(drafted, 0.0, most)
-            steps = left * ((1 - chance) / -np.expm1(log * (drafted + 1)))[:, None]
-            seconds = float((step_s * steps.max(0) + row_s * ((1 + drafted)[:, None] * steps).sum(0)).mean())
-            if seconds < least:
-                least, best = seconds, drafted
+    aims = np.concatenate([shrunk(left, level) / (last * SHARES[:, None]) for level in LEVELS])  # (trials, n) tokens a step
+    drafted = np.log(np.maximum(1 - np.maximum(aims, 1.0) * (1 - chance), 1e-9)) / log - 1  # tokens = (1 - chanceᵏ⁺¹) / (1 - chance)
+    drafted = np.clip(drafted, 0.0, most)
+    step_share = (1 - chance) / -np.expm1(log * (drafted + 1))  # steps a token
+    longest = (left * step_share[:, :, None]).max(1).mean(1)  # (trials,)
+    rows = ((1 + drafted) * step_share) @ left.mean(1)
+    best = drafted[int((step_s * longest + row_s * rows).argmin())]
     values = chance**-best
     return np.asarray(values / values.mean())
 
@@ -80,12 +76,13 @@ class TokenValues:
     def __init__(self) -> None:
         self.lengths: dict[int, np.ndarray] = {}  # (S,) draws of the whole response, by its key
         self.chances: dict[str, float] = {}  # by the sequence's name
-        self.known: tuple[Sequence[str], int, np.ndarray] = ((), 0, np.ones(0))  # sequences, steps since, and their values
+        self.values: dict[str, float] = {}
+        self.steps = REFRESH_STEPS  # since the values were computed
 
     def forecast(self, lengths: Mapping[int, np.ndarray]) -> None:
         """Take over forecasts of responses."""
         self.lengths.update(lengths)
-        self.known = (), 0, np.ones(0)
+        self.steps = REFRESH_STEPS
 
     def observe(self, name: str, drafted: int, accepted: int) -> None:
         """Record how many of a sequence's drafted tokens a step accepted."""
@@ -95,8 +92,9 @@ class TokenValues:
 
     def forget_all_but(self, names: Sequence[str]) -> None:
         """Forget what was observed of sequences that are not among these."""
-        for name in self.chances.keys() - set(names):
-            del self.chances[name]
+        for known in (self.chances, self.values):
+            for name in known.keys() - set(names):
+                del known[name]
 
     def get(
         self, names: Sequence[str], keys: Sequence[int], generated: np.ndarray, limits: np.ndarray, step_s: float, row_s: float
@@ -105,14 +103,12 @@ class TokenValues:
 
         generated: (n,) tokens of the responses so far. limits: (n,) tokens that they still get at most.
         """
-        known, steps, values = self.known
-        if known != names or steps >= REFRESH_STEPS:
-            steps = 0
-            if len(keys) > 1 and all(key in self.lengths for key in keys):
+        self.steps += 1
+        if self.steps > REFRESH_STEPS:
+            self.steps, values = 0, np.ones(len(names))
+            if len(names) > 1 and all(key in self.lengths for key in keys):
                 lengths = np.array([self.lengths[key] for key in keys], float)
                 chance = np.clip([self.chances.get(name, FIRST_CHANCE) for name in names], *CHANCES)
                 values = values_of(tokens_left(lengths, generated, limits), chance, step_s, row_s)
-            else:
-                values = np.ones(len(keys))
-        self.known = names, steps + 1, values
-        return values
+            self.values = dict(zip(names, values.tolist(), strict=True))
+        return np.array([self.values.get(name, 1.0) for name in names])
