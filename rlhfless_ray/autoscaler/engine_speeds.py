@@ -18,6 +18,7 @@ class EngineSpeeds:
         self.fit, self.capacity = SpeedFit(speed), math.inf
         self.expected: dict[int, ExpectedEngine] = {}  # by width, if the planner chooses it
         self.fits: dict[int, SpeedFit] = {}  # of widths that engines had before
+        self.by_pool: dict[str, SpeedFit] = {}  # at the present width, where engines of several pools have worked
 
     def expect(self, engines: dict[int, ExpectedEngine]) -> None:
         """Set initial estimates of engines by width, narrowest first."""
@@ -32,6 +33,15 @@ class EngineSpeeds:
         seeds = self.expected[self.width].speed, self.expected[width].speed
         return self.fits.get(width) or SpeedFit(scale_speed(self.fit.speed, *seeds))
 
+    def observe_pool(self, pool: str) -> SpeedFit:
+        """Return the fit to a pool's engines, which begins with that of all."""
+        return self.by_pool.setdefault(pool, SpeedFit(self.fit.speed))
+
+    def speed_in(self, pool: str, width: int) -> Speed:
+        """Return the speed of a pool's engines at a width. Without records it is that of all engines."""
+        fit = self.by_pool.get(pool)
+        return fit.speed if fit is not None and fit.records and width == self.width else self.fit_of(width).speed
+
     def capacity_of(self, width: int) -> float:
         """Return the KV tokens that an engine of a width holds."""
         return self.capacity if width == self.width else self.expected[width].capacity or math.inf
@@ -40,7 +50,7 @@ class EngineSpeeds:
         """Fit the speed at another width from now on. No such engine works yet."""
         fit = self.fit_of(width)
         self.fits[self.width] = self.fit
-        self.fit, self.width = fit, width
+        self.fit, self.width, self.by_pool = fit, width, {}
         self.capacity = self.expected[width].capacity or math.inf
 
     def state(self) -> dict[str, Any]:

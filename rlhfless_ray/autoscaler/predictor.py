@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from placement.scaling.engine_width import slots
 from placement.scaling.learner_ranks import LearnerRanks, RestOfStep
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.overlapped_step import Rest, Update
-from placement.speed.decode_speed import Speed
+from placement.speed.decode_speed import Speed, SpeedFit
 from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
 from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.recipe import Recipe
@@ -46,6 +47,7 @@ class Predictor:
         self.rest_of_step = RestOfStep()  # of the last step without an evaluation
         self.tokens_per_step = 1.0  # tokens of a sequence in an engine step of the last rollout: more than one with drafts
         self.pending_steps: list[EngineSteps] = []  # step records that the speed is not fitted to yet
+        self.pending_of_pools: list[tuple[str, EngineSteps]] = []  # the same by pool of nodes
         self.troubles: list[str] = []  # failures since the last report
 
     @property
@@ -154,6 +156,10 @@ class Predictor:
         if drawn := float(steps.column("running").sum()):
             self.tokens_per_step = 1 + float(steps.column("accepted").sum()) / drawn
 
+    def observe_pool(self, pool: str, steps: EngineSteps) -> None:
+        """Record the engine steps of one pool of nodes, which `observe_rollout` has recorded too."""
+        self.pending_of_pools.append((pool, steps))
+
     def observe_load(self, weight_bytes: int, seconds: float, away: bool = False) -> None:
         """Record an engine's load of a weight version. `away`: the engine is not on the learner's node."""
         (self.terms.transfer_away if away else self.terms.transfer).observe(float(weight_bytes), seconds)
@@ -194,12 +200,20 @@ class Predictor:
         """Fit the speed to recorded engine steps. Call it where nothing waits: the 40,000 steps of 32 engines take 70 ms."""
         while self.pending_steps:
             self._learn(self.pending_steps.pop(0))
+        while self.pending_of_pools:
+            pool, steps = self.pending_of_pools.pop(0)
+            self.safely("fitting the speed", partial(self._fit, self.engines.observe_pool(pool), steps), lambda: None)
 
     def _learn(self, steps: EngineSteps) -> None:
-        running, new = steps.column("running").astype(int), steps.column("new_tokens").astype(int)
-        context, seconds, prefill = steps.column("context_tokens").astype(int), steps.token_s(), new > running
-        self.safely("fitting the speed", lambda: self.engines.fit.observe(running, seconds, context, new), lambda: None)
+        new, seconds = steps.column("new_tokens").astype(int), steps.token_s()
+        prefill = new > steps.column("running").astype(int)
+        self.safely("fitting the speed", lambda: self._fit(self.engines.fit, steps), lambda: None)
         self.terms.prefill.observe(new[prefill], seconds[prefill])
+
+    @staticmethod
+    def _fit(fit: SpeedFit, steps: EngineSteps) -> None:
+        running, new, context = (steps.column(name).astype(int) for name in ("running", "new_tokens", "context_tokens"))
+        fit.observe(running, steps.token_s(), context, new)
 
     def settle(self) -> None:
         """Fit all observed times now, so that later predictions need not wait for it."""
@@ -214,6 +228,7 @@ class Predictor:
             **self.engines.state(),
             "forecaster": self.forecaster.state(),
             "speed": self.engines.fit.state(),
+            "speed_by_pool": {pool: fit.state() for pool, fit in self.engines.by_pool.items()},
             "terms": self.terms.state(),
             "learner_by_ranks": self.learners.state(),
             "learner_ranks": self.ranks,
@@ -225,6 +240,8 @@ class Predictor:
         if state.get("width") in self.engines.expected:
             self.engines.restore(state)
         self.engines.fit.restore(state["speed"])
+        for pool, fit in state.get("speed_by_pool", {}).items():
+            self.engines.observe_pool(pool).restore(fit)
         before = {name: state[name] for name in ("around", "outside") if name in state}  # of runs before 2026-11-29
         self.terms.restore(before | state["terms"])
         self.learners.restore(state.get("learner_by_ranks") or {str(self.ranks): state["learner"]})  # of runs before 2026-11-29

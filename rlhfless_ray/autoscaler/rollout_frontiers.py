@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,12 +16,14 @@ from placement.planning.frontier import frontier
 from placement.planning.objective import choose_nearest
 from placement.planning.partition import pareto
 from placement.planning.plan import Plan, Pool
+from placement.pools import OWN, PoolKind
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.autoscaler.step_predictor import StepPredictor
 from rlhfless_ray.types import Prompt, Sample
 
 MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier
+MIN_PRICE = 1e-6  # of a slot that costs nothing: among plans of the same time the one with fewer of them is better
 
 
 class RolloutFrontiers:
@@ -29,6 +31,21 @@ class RolloutFrontiers:
 
     def __init__(self, steps: StepPredictor) -> None:
         self.steps, self.predictor, self.criteria = steps, steps.predictor, steps.criteria
+        self.kinds: tuple[PoolKind, ...] = (PoolKind(OWN),)
+        self.rooms: Mapping[int, Mapping[str, int]] = {}  # width → pool → engines that it has room for
+
+    def use_pools(self, kinds: Sequence[PoolKind]) -> None:
+        """Plan engines in these pools of nodes, `OWN` last, with what a run measures of each."""
+        self.kinds = tuple(kinds)
+        self.predictor.terms.pools.expect(kinds)
+
+    def set_rooms(self, rooms: Mapping[int, Mapping[str, int]]) -> None:
+        """Plan with room for so many engines in each pool from now on, by their width."""
+        self.rooms = rooms
+
+    def pools_of(self, plan: Plan | None) -> tuple[str, ...]:
+        """Return the pool of each of a plan's engines, or nothing if there is one pool."""
+        return tuple(self.kinds[number].name for number in plan.pools) if plan is not None and len(self.kinds) > 1 else ()
 
     def best(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int, width: int | None = None) -> list[Plan]:
         """Return the frontier's plans with their predicted time and cost, overhead besides decoding and correction included.
@@ -39,7 +56,7 @@ class RolloutFrontiers:
         slowdown = self.steps.correction * (1 + self.predictor.engines.fit.overhead)
         overhead_s = self.steps.correction * self.predictor.terms.around.predict()
         return [
-            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * width)
+            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * width * self._prices(plan))
             for plan in self.plans(lengths, self.predictor.prompt_tokens(prompts), max_actors, width, self.predictor.speed_of(width))
         ]
 
@@ -53,6 +70,8 @@ class RolloutFrontiers:
         holds = self.predictor.engines.capacity_of(width)
         capacity = math.ceil(max(holds, longest)) if math.isfinite(holds) else None
         pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
+        if len(self.kinds) > 1 and width in self.rooms:
+            return self._plans_in_pools(lengths, tokens, pool)
         plans = frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
         fewest = max(1, self.criteria.least)
         if self.criteria.bids is not None and min(plan.actors for plan in plans) > fewest:
@@ -64,6 +83,45 @@ class RolloutFrontiers:
         width = self.predictor.engines.width
         plans = self.plans(np.maximum(lengths, 1.0), tokens.astype(float), max_actors, width, self.predictor.engines.fit.speed)
         return choose_nearest(plans, self.criteria.objective).plan.actors
+
+    def _plans_in_pools(self, lengths: np.ndarray, tokens: np.ndarray, engine: Pool) -> list[Plan]:
+        """Return the frontier over all pools with room. `engine`: what engines of any pool have in common.
+
+        `Plan.pools` are positions in `kinds`. If there is room for more engines than `engine.max_actors`, each pool in turn is filled
+        first, and the plans of all these choices are compared.
+        """
+        room = {number: self.rooms[engine.devices].get(kind.name, 0) for number, kind in enumerate(self.kinds)}
+        pools = {number: self._pool(self.kinds[number], engine, count) for number, count in room.items() if count > 0}
+        if not pools:
+            return [replace(plan, pools=(len(self.kinds) - 1,) * plan.actors) for plan in frontier(lengths, pools=[engine], prompts=tokens)]
+        plans: list[Plan] = []
+        for counts in _choices({number: pool.max_actors for number, pool in pools.items()}, engine.max_actors):
+            used = list(counts)
+            chosen = [replace(pools[number], max_actors=counts[number]) for number in used]
+            found = frontier(lengths, pools=chosen, prompts=tokens, thin=MIN_FRONTIER_GAP)
+            plans += [replace(plan, pools=tuple(used[pool] for pool in plan.pools)) for plan in found]
+        return pareto(plans)
+
+    def _pool(self, kind: PoolKind, engine: Pool, count: int) -> Pool:
+        """Return a pool with what is measured of it. Prices are relative to that of any other slot."""
+        measured, own = self.predictor.terms.pools, self.kinds[-1].price_per_hour
+        return replace(
+            engine,
+            speed=replace(engine.speed, **_decoding(self.predictor.engines.speed_in(kind.name, engine.devices))),
+            price=max(MIN_PRICE, kind.price_per_hour / own) if own else 1.0,
+            max_actors=count,
+            start_s=self.predictor.terms.warm_start.predict(),
+            preempt_per_hour=measured.preempt_per_hour(kind.name),
+            notice_s=kind.notice_s,
+            interval_s=self.predictor.recipe.rollout.stream_interval_s,
+        )
+
+    def _prices(self, plan: Plan) -> float:
+        """Return the sum of the engines' prices of a slot, relative to that of any other slot."""
+        own = self.kinds[-1].price_per_hour
+        if len(self.kinds) == 1 or not own:
+            return float(plan.actors)
+        return sum(self.kinds[number].price_per_hour for number in plan.pools) / own
 
     def judge(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """Return metrics of the forecast, of the best plan for the true lengths, and of the lower bounds. Calibrates the forecaster."""
@@ -89,3 +147,21 @@ class RolloutFrontiers:
             "plan/bound_cost_slot_s": bounds.cost,
             "plan/speed_spread": self.predictor.engines.fit.spread,
         }
+
+
+def _choices(room: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
+    """Yield the numbers of engines by pool that have room, `most` in all: each pool in turn is filled first, then the others in order."""
+    if sum(room.values()) <= most:
+        yield dict(room)
+        return
+    for first in room:
+        left, counts = most, dict[int, int]()
+        for number in [first, *(other for other in room if other != first)]:
+            if count := min(room[number], left):
+                counts[number] = count
+                left -= count
+        yield dict(sorted(counts.items()))
+
+
+def _decoding(speed: Speed) -> dict[str, float]:
+    return {"base_s": speed.base_s, "per_seq_s": speed.per_seq_s, "per_ctx_s": speed.per_ctx_s}

@@ -164,6 +164,7 @@ class RolloutDriver:
         call.heard_s = time.monotonic()
         result.loads += [(instance.slot.node, span.to_s - span.from_s) for span in loaded]
         result.steps.extend(steps)
+        result.step_nodes.append((instance.slot.node, len(steps)))
         result.decode_s[instance.id] = result.decode_s.get(instance.id, 0.0) + float(steps.column("seconds").sum())
         rollout.pool.ledger.spans([lease.id for lease in instance.leases], [*loaded, *spans])
         ended, cut = self.token_log.accept(call.number, instance.id, deltas)

@@ -126,6 +126,9 @@ class LostEngines(Plugin):
         rollout.result.replaced += 1
         rollout.result.orphans += len(orphans)
         rollout.result.silent_s += time.monotonic() - call.heard_s
+        if cause.is_preemption:
+            slot, silent_s = instance.slot, time.monotonic() - call.heard_s
+            self.pool.ledger.preempted(self.pool.kind, instance.id, slot.node, str(slot.device), silent_s)
         if rollout.stopping:  # unreported tokens are generated in the next step
             self.pool.end_lost(instance, why, cause)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ class RolloutResult:
     completions: dict[int, Completion] = field(default_factory=dict)
     unfinished: list[Completion] = field(default_factory=list)  # of a rollout that ended early
     steps: EngineSteps = field(default_factory=EngineSteps)
+    step_nodes: list[tuple[str, int]] = field(default_factory=list)  # node and number of the steps of each report, in their order
     decode_s: dict[str, float] = field(default_factory=dict)  # by instance: seconds in its engine's steps
     loads: list[tuple[str, float]] = field(default_factory=list)  # (node, seconds) of each load of weights
     moved: list[MigrationStats] = field(default_factory=list)
@@ -34,6 +35,15 @@ class RolloutResult:
     orphans: int = 0  # requests whose engine died
     drafts_saved_s: float = 0.0  # engine seconds saved against decoding without drafts, by the fitted step times
     silent_s: float = 0.0  # sum over dead engines of the seconds since their last report, whose work is repeated
+
+    def steps_by(self, group: Callable[[str], str]) -> dict[str, EngineSteps]:
+        """Return the engine steps by a group of nodes. `group`: node id → name of the group."""
+        names = [group(node) for node, _ in self.step_nodes]
+        of_step = np.repeat(np.array(names, object), [count for _, count in self.step_nodes])
+        found = {name: EngineSteps() for name in dict.fromkeys(names)}
+        for name, steps in found.items():
+            steps.table = self.steps.table[of_step == name]
+        return found
 
     def metrics(self, before: Mapping[str, Any] | None = None) -> JsonObject:
         """Return metrics of moves and lost engines for the step's row. `before`: metrics of the step's earlier rollout."""

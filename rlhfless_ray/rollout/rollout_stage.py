@@ -15,7 +15,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights, wake
 from rlhfless_ray.functions.instance import Instance
-from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.functions.lease import PREFERRED_S, Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.private_slots import PrivateSlots
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -30,6 +30,7 @@ from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import SharedSlots
+from rlhfless_ray.rollout.staff_pools import order_in_pools, planned_leases, staff_pools
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
@@ -111,7 +112,9 @@ class RolloutStage:
         pool.set_width(width)
         with self._warm_start_timed():
             free = context.leases.without_lost([*leases, *context.broker.take()])
-            context.broker.put(pool.begin(step.plan.actors, free, partial(fetch_into, weights=weights)))
+            used = planned_leases(pool, free, step.plan.pools) if step.plan.pools else free
+            left = pool.begin(step.plan.actors, used, partial(fetch_into, weights=weights))
+            context.broker.put([*(lease for lease in free if lease not in used), *left])
         context.broker.lend_idle(partial(self._reclaim, list(self.pool.working)))
 
     def count_missing(self, plan: RolloutPlan) -> int:
@@ -165,7 +168,7 @@ class RolloutStage:
                 for e in engines
             ]
         )
-        order = assign_engines(work_s, overhead_s)
+        order = order_in_pools(self.pool, step.plan.pools, work_s, overhead_s) or assign_engines(work_s, overhead_s)
         self.pool.working[:] = [*(engines[k] for k in order), *(e for k, e in enumerate(engines) if k not in order)]
         if shares and len({e.slot.node for e in engines}) > 1:
             longest = self.pool.working[int(np.argmax(work_s))]
@@ -197,7 +200,10 @@ class RolloutStage:
             context.broker.keep_idle()
             self.pool.set_width(plan.width or self.pool.width)
             with self._warm_start_timed():
-                self._staff(plan.actors, partial(fetch_into, weights=weights), wait_s, ends)
+                begin = partial(fetch_into, weights=weights)
+                if plan.pools:
+                    context.broker.put(staff_pools(self.pool, context.broker.take(), plan.pools[: plan.actors], PREFERRED_S, begin))
+                self._staff(plan.actors, begin, wait_s, ends)
             context.broker.release()
             context.autoscaler.actors = len(self.pool.working)
             yield
@@ -319,6 +325,9 @@ class RolloutStage:
             autoscaler.predictor.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
         self.restart_s = max(0.0, overhead_s - max((seconds for _, seconds in result.loads), default=0.0)) if all_warm else None
         autoscaler.predictor.observe_rollout(result.steps, overhead_s if all_warm else None)
+        pools = self.context.leases.pools
+        for pool, steps in (result.steps_by(lambda node: pools.pool_of(node).name) if len(pools.kinds) > 1 else {}).items():
+            autoscaler.predictor.observe_pool(pool, steps)
         return result
 
     @property
@@ -383,7 +392,9 @@ class RolloutStage:
 
     def _record_start(self, instance: Instance) -> None:
         if spans := self.context.record_start(instance):
-            self.context.autoscaler.terms.cold_start.observe(0.0, sum(span.to_s - span.from_s for span in spans))
+            terms, seconds = self.context.autoscaler.terms, sum(span.to_s - span.from_s for span in spans)
+            terms.cold_start.observe(0.0, seconds)
+            terms.pools.observe_start(self.context.leases.pools.pool_of(instance.slot.node).name, seconds)
             if instance.keeps_no_pages:
                 self.on_no_pages(f"{instance.keeps_no_pages}; moved contexts are computed again")
                 self.migration.pages = None

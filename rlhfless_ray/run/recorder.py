@@ -69,8 +69,16 @@ class RunRecorder:
             "cost/total_full_slot_s": total["full_slot_s"],
             "cost/total_money": total["money"],
             "cost/rollout_slot_s": self.ledger.held_slot_s("rollout", first_row),
+            **self._of_pools(first_row),
             **({"cost/agent_core_s": self.ledger.unleased_core_s("agent", first_row)} if self.recipe.agent.path else {}),
         }
+
+    def _of_pools(self, first_row: int) -> JsonObject:
+        """Return the costs of each pool in the rows from number `first_row` on, if the recipe names pools."""
+        if not (self.recipe.rollout.pools or self.recipe.rollout.nodes):
+            return {}
+        costs = self.ledger.pools_since(first_row)
+        return {f"cost/pools/{name}/{key}": value for name, cost in sorted(costs.items()) for key, value in asdict(cost).items()}
 
     def step(self, step: Step, last_step: int, replaced: int, lease_s: float) -> None:
         """Record a finished step: complete its metrics, and write them. Ledger lines and copies of the metrics are deferred.

@@ -284,7 +284,7 @@ class Runtime:
         engines, note = self._expect_engines(resource)
         recipe, rollout = self.recipe, self.recipe.rollout
         self.autoscaler.expect(engines, note)
-        self.autoscaler.terms.pools.expect(self.leases.pools.kinds)
+        self.autoscaler.frontiers.use_pools(self.leases.pools.kinds)
         self.autoscaler.unit = {"cpu": "core-s", "gpu": "GPU-s"}[resource]
         for message in {engine.note: 0 for engine in engines.values() if engine.note}:
             record.progress.message(message)

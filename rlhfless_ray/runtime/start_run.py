@@ -68,7 +68,7 @@ def start_learner(run: RunParts, inputs: RunInputs, folder: RunFolder, checkpoin
 def prewarm(context: RunContext, stages: Stages, home: Slot) -> None:
     """Start processes ahead of their leases, on the learner's node first. On GPU only the learner's devices are known by then."""
     leases, pool, learn = context.leases, stages.rollout.pool, stages.learn
-    nodes, most = leases.nodes.slots(context.recipe.rollout.nodes), context.most_engines(pool.width)
+    nodes, most = dict(context.limits().slots), context.most_engines(pool.width)
     if leases.resource == "gpu" and pool.width == 1:  # several devices of one engine may be others
         slots = dict.fromkeys(instance.slot for instance in learn.worker_group.by_rank if instance.slot.node in nodes)
         for slot in list(slots)[:most]:

@@ -103,7 +103,7 @@ class RolloutSession:
     def _plan(self, step: Step) -> RolloutPlan:
         autoscaler, limits = self.context.autoscaler, self._limits(step)
         now = autoscaler.engines.width
-        learner_slots, rest_actors, rooms = 0, 0, dict[int, dict[int, int]]()
+        learner_slots, rest_actors, rooms, learner = 0, 0, dict[int, dict[int, int]](), list[list[Lease]]()
 
         def room(learner: list[list[Lease]]) -> dict[int, int]:
             held = [lease for leases in learner for lease in leases]
@@ -118,6 +118,9 @@ class RolloutSession:
             rooms = {size: room([leases[:1] * size for leases in learner]) for size in sizes}
             learner_slots = sum(map(len, learner))
             counts = room(learner)
+        if limits.pools:
+            held = [lease for leases in learner for lease in leases]
+            autoscaler.frontiers.set_rooms({width: limits.by_pool(width, held) for width in limits.most})
         least, warm = limits.fewest(now), self.stage.warm
         others = {width: (n, warm(width)) for width, n in counts.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
@@ -133,7 +136,7 @@ class RolloutSession:
             rest_actors=rest_actors,
         )
         self.tell_troubles(step)  # now, because the rollout may end the run
-        return plan
+        return replace(plan, pools=autoscaler.frontiers.pools_of(plan.decision.plan)) if limits.pools else plan
 
     def _limits(self, step: Step) -> Limits:
         """Return the limits of a plan that is made now, and tell the user what has changed since the plan before."""
@@ -391,7 +394,7 @@ class RolloutSession:
     def start_engines(self, step: Step) -> None:
         """Start a planned step's engines under the free leases, without waiting until they have loaded the weights."""
         self.stage.begin(step, self.wait_for_weights())
-        self.stage.pool.expect(step.plan.actors)
+        self.stage.pool.expect(0 if step.plan.pools else step.plan.actors)  # a plan of pools asks for slots pool by pool
 
     def _say(self, step: Step, what: str) -> None:
         self.context.record.progress.message(f"step {step.number}: {what}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class RolloutPlan:
     step: Prediction = Prediction()  # seconds of the whole step, with scoring, learning and everything else
     width: int | None = None  # slots of an engine, where the planner chooses it
     update: Update | None = None  # beside the rollout, as predicted
+    pools: tuple[str, ...] = ()  # pool of nodes of each engine of the decision, if there are several pools
     has_failed: bool = False  # whether planning failed, so that the size of the last good plan is kept
 
     @property
@@ -77,6 +79,7 @@ class RolloutPlan:
             "plan/frontier_cost_slot_s": [p.cost for p in points],
             "plan/frontier_actors": [plan.actors for plan in points],
             **({} if self.width is None else {"plan/width": self.width}),
+            **{f"plan/pools/{pool}": count for pool, count in Counter(self.pools).items()},
         }
 
     def _predictions(self) -> Iterator[tuple[str, float]]:

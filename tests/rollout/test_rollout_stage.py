@@ -58,7 +58,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> RolloutStage:
 
 
 def roll_out(stage: RolloutStage, actors: int, version: int, goes_on: bool) -> None:
-    plan: Any = SimpleNamespace(actors=actors, width=1)
+    plan: Any = SimpleNamespace(actors=actors, width=1, pools=())
     with stage.phase(plan, WeightVersion(version, ()), goes_on=lambda: goes_on):
         pass
 
@@ -68,7 +68,7 @@ def test_engines_keep_their_devices_while_a_rollout_goes_on_under_new_weights(st
     roll_out(stage, 3, version=1, goes_on=True)
     first, second, third = pool.working
     assert broker.free == () and first.actor.calls == ["open", "load 1"], "nobody has left"
-    stage.begin(SimpleNamespace(plan=SimpleNamespace(actors=2, width=1)), WeightVersion(2, ()))  # type: ignore[arg-type]
+    stage.begin(SimpleNamespace(plan=SimpleNamespace(actors=2, width=1, pools=())), WeightVersion(2, ()))  # type: ignore[arg-type]
     assert pool.working == [first, second] and first.actor.calls == ["open", "load 1", "load 2"]
     assert third in pool.parked and third.actor.calls == ["open", "load 1", "park"] and len(broker.free) == 1
     assert len(broker.reclaim()) == 3 and not pool.working, "the learner may take them while they wait"
@@ -95,7 +95,7 @@ def test_a_rollout_beside_an_update_waits_for_slots_no_longer_than_the_update(st
     waits = iter([False, False, True])
     if hangs:
         stage.context.recipe = stage.context.recipe.with_settings({"learner.deadline_s": 0.05})
-    plan: Any = SimpleNamespace(actors=2, width=1)
+    plan: Any = SimpleNamespace(actors=2, width=1, pools=())
     with stage.phase(plan, WeightVersion(1, ()), ends=lambda: not hangs and next(waits)):
         assert not stage.pool.working
     assert hangs or next(waits, "all asked") == "all asked"

@@ -43,6 +43,7 @@ class Call:
 class Pool:
     kind = "rollout"
     width = 1
+    ledger = SimpleNamespace(preempted=lambda *_: None)
     lease_one = WorkerPool.lease_one
 
     def __init__(self, nodes: list[str], draining: set[str]) -> None:
@@ -61,7 +62,7 @@ class Pool:
         return SimpleNamespace(
             id=f"engine-{len(self.log)}",
             actor=actor,
-            slot=SimpleNamespace(node=node),
+            slot=SimpleNamespace(node=node, device=0),
             leases=[0],
             loading=None,
             version=1,

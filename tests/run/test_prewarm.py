@@ -16,9 +16,8 @@ def test_on_gpu_engines_start_on_the_devices_of_the_learner(width: int, most: in
     """Other devices are unknown before a lease, and an engine of several may get others."""
     started: list[Slot] = []
     ranks = [Slot("other", "0"), Slot("node", "0"), Slot("node", "1"), Slot("node", "1")]
-    nodes = SimpleNamespace(slots=lambda wanted: {"node": 2})  # where engines may start
-    recipe, leases = SimpleNamespace(rollout=SimpleNamespace(nodes={})), SimpleNamespace(resource="gpu", nodes=nodes)
-    context: Any = SimpleNamespace(recipe=recipe, leases=leases, most_engines=lambda width: most)
+    limits = SimpleNamespace(slots={"node": 2})  # where engines may start
+    context: Any = SimpleNamespace(leases=SimpleNamespace(resource="gpu"), limits=lambda: limits, most_engines=lambda width: most)
     learn = SimpleNamespace(worker_group=SimpleNamespace(by_rank=[SimpleNamespace(slot=slot) for slot in ranks]))
     rollout = SimpleNamespace(pool=SimpleNamespace(width=width, prewarm=started.append))
     stages: Any = SimpleNamespace(learn=learn, rollout=rollout, agents=object())
