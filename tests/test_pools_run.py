@@ -13,7 +13,7 @@ from benchmarks.common.replay_setup import ReplaySetup
 from placement.pools import OWN
 from rlhfless_ray.functions.ledger import read_ledger
 from tests.conftest import two_nodes
-from tests.test_changing_cluster import SPOT, Spot, complete
+from tests.test_changing_cluster import SPOT, Spot, complete, go
 from tests.test_faults import Hit, Script, built, engine_on, recipe_of, when
 
 pytestmark = pytest.mark.ray
@@ -32,6 +32,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> ReplaySetup:
     return built(tmp_path_factory.mktemp("world"), base_s=2e-3, per_seq_s=4e-3)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(nodes: Any, tmp_path_factory: pytest.TempPathFactory) -> Hit:
+    """A run on the head alone, on much faster engines: tokens do not depend on speed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return go(Hit(recipe_of(built(folder, base_s=1e-4), folder, actors=2, steps=6)))
+
+
 @pytest.fixture
 def spot(nodes: Any) -> Iterator[Spot]:
     spot = Spot(nodes)
@@ -42,7 +49,7 @@ def spot(nodes: Any) -> Iterator[Spot]:
 
 
 def test_run_leases_by_label_bills_by_pool_and_goes_on_without_the_pool(
-    nodes: Any, world: ReplaySetup, tmp_path: Path, spot: Spot, capsys: pytest.CaptureFixture[str]
+    nodes: Any, world: ReplaySetup, tmp_path: Path, spot: Spot, undisturbed: Hit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pools = [{"name": "spot", "labels": SPOT, "price_per_hour": PRICES["spot"], "preempt_per_hour": 0.5}]
     recipe = recipe_of(
@@ -69,7 +76,7 @@ def test_run_leases_by_label_bills_by_pool_and_goes_on_without_the_pool(
         for _ in run:
             pass
     said = capsys.readouterr().out
-    complete(run)
+    complete(run, undisturbed)
     assert learners == {nodes.head_node.node_id}, "the learner keeps off the pool"
     plans = {row["step"]: {pool: row.get(f"plan/pools/{pool}", 0) for pool in PRICES} for row in run.rows()}
     assert all(plan["spot"] <= 2 and plan[OWN] <= 2 for plan in plans.values()) and plans[2]["spot"] > 0 < plans[6]["spot"], plans

@@ -141,6 +141,6 @@ def test_every_leased_second_after_the_start_is_in_the_costs_of_a_step(record: R
         assert step.ledger["full_slot_s"] == step.metrics["cost/full_slot_s"]
         found.append(step.ledger["full_slot_s"])
         if starts_next:
-            session.start_engines(SimpleNamespace(plan=SimpleNamespace(actors=1)))  # type: ignore[arg-type]
+            session.start_engines(SimpleNamespace(plan=SimpleNamespace(actors=1, pools=())))  # type: ignore[arg-type]
         now[0] += 4.0
     assert found == pytest.approx([5.0, 9.0, 9.0])
