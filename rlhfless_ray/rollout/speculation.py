@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
@@ -17,22 +18,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "rollout.drafter"
+INSTALL = "pip install 'rlhfless-ray[drafts]'"
 
 
 def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None]:
-    """Return the recipe, without `auto` drafts if the policy's layers cannot verify them, and a note about that or None.
+    """Return the recipe, without `auto` drafts if they cannot be made or verified, and a note about that or None.
 
-    Rejected drafts are overwritten in the KV cache. A recurrent state cannot undo them, and a sliding window may have dropped the
-    tokens that they replaced. Raises UserError if the recipe requires drafts for such a policy.
+    They are made with suffix trees of an optional package. Rejected drafts are overwritten in the KV cache. A recurrent state cannot undo
+    them, and a sliding window may have dropped the tokens that they replaced. Raises UserError if the recipe requires drafts all the same.
     """
     rollout = recipe.rollout
-    why = unsupported(config_of(policy)) if rollout.speculation != "off" else None
-    if why is None:
+    if rollout.speculation == "off":
         return recipe, None
+    is_installed, why = find_spec("arctic_inference") is not None, unsupported(config_of(policy))
+    if is_installed and why is None:
+        return recipe, None
+    if rollout.speculation == "on" and not is_installed:
+        raise UserError(f"rollout.speculation: drafts need a package that is not installed; run {INSTALL}, or set it to auto or off")
     if rollout.speculation == "on":
         raise UserError(f"rollout.speculation: this policy cannot verify drafts, because {why}; set it to auto or off")
     without = {"rollout.speculation": "off", "rollout.drafter": "", "rollout.drafter_train": "off"}
-    return recipe.with_settings(without), f"no tokens are drafted, because of the policy: {why}"
+    why = f"because of the policy: {why}" if why else f"because arctic-inference is not installed ({INSTALL})"
+    return recipe.with_settings(without), f"no tokens are drafted, {why}"
 
 
 def read_drafter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, policy: Files) -> Files | None:

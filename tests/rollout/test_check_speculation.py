@@ -43,6 +43,15 @@ def test_policies_that_cannot_verify_drafts_are_rejected_or_run_without(tmp_path
     assert without.rollout.speculation == "off" and why in (note or "")
 
 
+def test_without_the_package_for_drafts_auto_means_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfless_ray.rollout.speculation.find_spec", lambda name: None)
+    files = {"config.json": json.dumps({"model_type": "qwen2"}).encode()}
+    with pytest.raises(UserError, match=r"rollout.speculation: .* not installed; run pip install 'rlhfless-ray\[drafts\]'"):
+        check_speculation(recipe(tmp_path, speculation="on"), files)
+    without, note = check_speculation(recipe(tmp_path, speculation="auto"), files)
+    assert without.rollout.speculation == "off" and "arctic-inference is not installed" in (note or "")
+
+
 def test_a_drafter_needs_speculation(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.drafter: rollout.speculation is off"):
         recipe(tmp_path, drafter="some/folder")
