@@ -142,7 +142,8 @@ class Ended:
         run.folder = RunFolder.create(recipe)
         run.folder.begin(recipe, "machine", 3)
         ledger = SimpleNamespace(step=3, begin_step=lambda step: None, saved_rows=0)
-        run.leases = SimpleNamespace(release_all=lambda: None, waited_s=0.0, ledger=ledger)
+        node_times = SimpleNamespace(take=lambda now: {})
+        run.leases = SimpleNamespace(release_all=lambda: None, waited_s=0.0, ledger=ledger, node_times=node_times)
         run.autoscaler = SimpleNamespace(
             state=lambda: {},
             predictor=SimpleNamespace(

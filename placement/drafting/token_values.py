@@ -70,7 +70,7 @@ def tokens_left(lengths: np.ndarray, generated: np.ndarray, limits: np.ndarray) 
     return np.clip(left, 1.0, np.maximum(limits, 1)[:, None])
 
 
-class TokenValues:
+class DraftWorth:
     """The values of an engine's running sequences, from the run's forecasts of their lengths."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from placement.drafting.acceptance import MODEL_SEQUENCES, MOST_TOKENS, Acceptance, Drafts
 from placement.drafting.attempts import Attempts, Learned
-from placement.drafting.token_values import TokenValues
+from placement.drafting.token_values import DraftWorth
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.engine.head_config import is_head
 from rlhfless_ray.engine.text_drafts import TextSource
@@ -91,7 +91,7 @@ class Drafter:
         self.config, runner.speculative_config = runner.speculative_config, None
         runner.num_accepted_tokens_event = None  # only policies with recurrent layers read these numbers
         self.text, self.learned = TextSource(), Learned()
-        self.attempts, self.values = Attempts(self.learned), TokenValues()
+        self.attempts, self.values = Attempts(self.learned), DraftWorth()
         self.source: DraftSource | None = None  # not `model`: vLLM would take that for a module, and save its buffers when it parks
         if model is not None:
             with self._continuing_without_model():

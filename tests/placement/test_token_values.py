@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from placement.drafting.acceptance import choose_lengths
-from placement.drafting.token_values import TokenValues, tokens_left, values_of
+from placement.drafting.token_values import DraftWorth, tokens_left, values_of
 
 MOST = 6  # drafted tokens of a sequence in a step
 BASE_S, ROW_S = 1.0, 0.02
@@ -79,7 +79,7 @@ def test_what_is_left_follows_what_was_generated() -> None:
 
 
 def test_values_are_kept_for_some_steps_and_equal_without_a_forecast() -> None:
-    values, names = TokenValues(), ["a", "b"]
+    values, names = DraftWorth(), ["a", "b"]
     limits = np.array([1000, 1000])
     assert values.get(names, [1, 2], np.array([5, 5]), limits, 1.0, 0.1).tolist() == [1, 1]
     values.forecast({1: np.full(16, 500.0), 2: np.full(16, 20.0)})

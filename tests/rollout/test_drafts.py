@@ -42,7 +42,8 @@ class SimulatedEngine:
         row, name = len(self.requests), str(number)
         self.said[name] = told
         self.sampler.begun += 1
-        self.requests[name] = SimpleNamespace(spec_token_ids=[], is_prefill_chunk=False, num_output_tokens=0)
+        params = SimpleNamespace(extra_args={"response": 0, "offset": 0})
+        self.requests[name] = SimpleNamespace(spec_token_ids=[], is_prefill_chunk=False, num_output_tokens=0, sampling_params=params)
         self.sampler.rows[name] = {"key": number, "max_tokens": int(self.rng.integers(20, LONGEST))}
         self.batch.req_ids.append(name)
         self.batch.num_prompt_tokens[row] = self.batch.num_tokens_no_spec[row] = PROMPT
