@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(900)]
 class ToAndFro(MigrationPolicy):
     """At each look all that decodes goes to the other engine; by its pages, which are set to be quick: contexts are short."""
 
-    def decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
+    def decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep], leaving: object = ()) -> MigrationRequests:
         self.pages = Term(1e-6)
         moves: list[MigrationRequest] = []
         for source, target in zip(engines, reversed(engines), strict=True):

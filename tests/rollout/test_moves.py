@@ -139,7 +139,7 @@ class ScriptedMoves(MigrationPolicy):
         super().__init__("auto", 0.7)
         self.choose, self.took = decide, list[float]()
 
-    def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
+    def decide(self, token_log: Any, engines: list[int], steps: list[Any], leaving: object = ()) -> MigrationRequests:
         moves = []
         for i, target in self.choose(token_log, engines):
             source = int(token_log.owner[i])
@@ -371,7 +371,7 @@ def test_an_engine_whose_requests_moved_away_is_released_and_the_ledger_names_th
         return [(0, 1), (1, 1), (2, 1)]
 
     class Together(ScriptedMoves):
-        def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
+        def decide(self, token_log: Any, engines: list[int], steps: list[Any], leaving: object = ()) -> MigrationRequests:
             moves = super().decide(token_log, engines, steps)
             whole = [np.concatenate([move.requests for move in moves.moves])] if moves.moves else []
             return MigrationRequests(tuple(MigrationRequest(part, 0, 1, "test") for part in whole), 1.0, "test")
@@ -392,7 +392,7 @@ def test_a_move_that_only_saves_a_lease_is_not_made_if_the_lease_is_kept(context
     context.pool.resize(2, [], need=2)
 
     class Saver(ScriptedMoves):
-        def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
+        def decide(self, token_log: Any, engines: list[int], steps: list[Any], leaving: object = ()) -> MigrationRequests:
             return MigrationRequests(super().decide(token_log, engines, steps).moves, 0.0, "saves a lease")
 
     saver = Saver(lambda token_log, engines: [(0, 1)] if not token_log.finished[0] else [])

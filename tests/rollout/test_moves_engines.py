@@ -60,7 +60,7 @@ class ScriptedMoves(MigrationPolicy):
         super().__init__("auto", 0.7)
         self.how, self.looks = how, 0
 
-    def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
+    def decide(self, token_log: Any, engines: list[int], steps: list[Any], leaving: object = ()) -> MigrationRequests:
         self.looks += 1
         live = np.flatnonzero(~token_log.finished & (token_log.length > 0))
         chosen = live[(live + self.looks) % 2 == 0]
