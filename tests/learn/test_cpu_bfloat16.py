@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -155,24 +156,31 @@ def test_products_are_replaced_only_where_they_are_slow(monkeypatch: pytest.Monk
         cpu_bfloat16.uninstall()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the limits are those of x86")
-@pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE", "ALL"])
-def test_the_processor_is_judged_as_its_products_are_timed(limit: str) -> None:
-    """PyTorch's own kernels, in a process of its own, because they are chosen at the start."""
+@cache
+def judged_and_timed(limit: str) -> tuple[bool, float]:
+    """Return the judgement, and the time of bfloat16 products over float32 ones, in a process of its own, where kernels are chosen."""
     code = """if True:
         import time, torch
         from rlhfless_ray.local.laptop.cpu_bfloat16 import has_bfloat16
         def best_s(dtype):
             a, b, times = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype), []
-            for _ in range(5):
+            for _ in range(20):
                 start = time.perf_counter()
                 a @ b
                 times.append(time.perf_counter() - start)
             return min(times)
-        print(has_bfloat16(), best_s(torch.bfloat16) < 1.5 * best_s(torch.float32))
+        print(int(has_bfloat16()), best_s(torch.bfloat16) / best_s(torch.float32))
     """
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True)
-    has, is_fast = found.stdout.split()
-    assert has == is_fast
+    has, ratio = found.stdout.split()
+    return has == "1", float(ratio)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the limits are those of x86")
+@pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE", "ALL"])
+def test_the_processor_is_judged_as_its_products_are_timed(limit: str) -> None:
+    """Instructions for bfloat16 show in what they gain over AVX-512 without them. Beside float32, processors differ: 0.5 to 2.4."""
+    has, ratio = judged_and_timed(limit)
+    assert has == (ratio < 0.7 * judged_and_timed("AVX512_CORE")[1])
