@@ -28,8 +28,8 @@ def nodes(no_ray: None) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> ReplaySetup:
-    """More engines are faster: the time of a token is that of the sequences beside it."""
-    return built(tmp_path_factory.mktemp("world"), base_s=2e-3, per_seq_s=4e-3)
+    """More engines are faster: the time of a token is that of the sequences beside it. A node that goes finds its engine at work."""
+    return built(tmp_path_factory.mktemp("world"), base_s=4e-2, per_seq_s=8e-3)
 
 
 @pytest.fixture(scope="module")
