@@ -171,15 +171,28 @@ def actor_state(actor: Any) -> tuple[bool, bool]:
     return info.get("State") != "DEAD", death is not None and death.WhichOneof("context") == "oom_context"
 
 
+def _was_not_placed(instance: Instance) -> bool:
+    if not instance.started:
+        return False
+    try:
+        ray.get(instance.opened)
+    except (RayTaskError, *GONE) as error:
+        return isinstance(_origin(error), ActorUnschedulableError)
+    return False
+
+
 def cause_of_loss(instances: Collection[Instance], nodes: ClusterNodes) -> FailureCause:
     """Determine why one of these does not respond.
 
-    A connection may break before Ray knows why. A process that seems alive after KNOWN_S hangs.
+    A connection may break before Ray knows why. A process that seems alive after KNOWN_S hangs. One that Ray could not place on its node
+    came too late: Ray places nothing on a node that is drained.
     """
     end = time.monotonic() + KNOWN_S
     while True:
         if any(nodes.confirm_lost(node) for node in {instance.slot.node for instance in instances}):
             return FailureCause.NODE_LOST
+        if any(map(_was_not_placed, instances)):
+            return FailureCause.NODE_DRAINED
         ended = [for_memory for alive, for_memory in (actor_state(one.actor) for one in instances) if not alive]
         if ended:
             return FailureCause.MEMORY if any(ended) else FailureCause.DIED

@@ -171,6 +171,18 @@ def test_a_node_that_is_lost_while_a_process_starts_on_it_is_no_error_of_the_run
     assert not pool.working and not pool.leases.held and pool.faults.counts == {FailureCause.NODE_LOST: 1} and pool.faults.used == 0
 
 
+def test_a_process_that_cannot_be_placed_on_a_node_that_is_there_came_too_late(pool):
+    """Ray refuses it once the node is drained, which the last list of drained nodes may not have yet."""
+    pool.resize(1, [], need=1)
+    instance = pool.working[0]
+    ray.get(instance.actor.pid.remote(), timeout=120)
+    assert pool.cause(instance) is FailureCause.HUNG, "it works: that it could start is no reason"
+    instance.actor = pool.start(Slot("ab" * 28, 0))
+    instance.opened = instance.actor.open.remote(1)
+    ray.wait([instance.opened], timeout=60)
+    assert pool.cause(instance) is FailureCause.NODE_DRAINED
+
+
 def test_an_instance_sees_its_own_device_only(pool):
     if pool.leases.resource == "cpu":
         pytest.skip("cores are not devices")
