@@ -68,10 +68,11 @@ def lose_all(run: FaultInjector, rng: Any, nodes: Nodes) -> bool:
 
 
 def change_price(run: FaultInjector, rng: Any, nodes: Nodes) -> bool:
-    """Bill another price from the next lease on. Plans do not use prices of pools yet."""
+    """Plan and bill with another price from now on."""
     pools, price = run.leases.pools, float(rng.choice(PRICES))
     kinds = [replace(kind, price_per_hour=price) if kind.name == "spot" else kind for kind in pools.kinds]
     pools.__init__(pools.nodes, kinds)  # type: ignore[misc]  # the ledger refers to it
+    run.autoscaler.frontiers.use_pools(kinds)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Own and preemptible devices in the simulator, beside RLBoost: the tables of docs/simulator.md.
+"""Own and preemptible devices in the simulator, beside RLBoost, for the tables of docs/simulator.md.
 
 python -m benchmarks.spot [--quick] [--trace FILE] [--only PART …]
 
@@ -20,7 +20,6 @@ from benchmarks.common.availability import Availability as Trace
 from benchmarks.common.results import Target, make_console, result_folder, save, show_targets
 from benchmarks.common.run_metadata import provenance
 from benchmarks.simulated.cluster_parts import wide
-from benchmarks.simulator_page import write_page
 from placement import Pool, frontier
 from placement.simulate import PhaseTimes, Setting, parse
 from placement.simulate.spot.instance_counts import InstanceCounts
@@ -169,8 +168,6 @@ def main() -> None:
         rlboost_rows(course, console)
     if "large" in options.only and not quick:
         _save("large", large(courses, course), console, quick)
-    if not quick:
-        write_page()
 
 
 def _save(part: str, rows: Any, console: Console, quick: bool) -> None:

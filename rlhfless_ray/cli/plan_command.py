@@ -91,9 +91,7 @@ def plan(
     spot_discount: Annotated[
         float | None, typer.Option(help="With --fleet: share off the on-demand price on spot. Default: the table's own spot prices.")
     ] = None,
-    calibrate: Annotated[
-        float, typer.Option(help="With --fleet: measured divided by planned seconds, as import-logs prints it. Scales times and costs.")
-    ] = 1.0,
+    calibrate: Annotated[float, typer.Option(help="With --fleet: measured divided by planned seconds. Scales times and costs.")] = 1.0,
     memory: Annotated[
         bool, typer.Option("--memory", help="Show the memory that a recipe's functions need, here or on --gpus of --device.")
     ] = False,
