@@ -26,10 +26,10 @@ from benchmarks.common.replay_setup import ReplaySetup, build, forking_workers, 
 from benchmarks.common.results import FOLDER, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import read_metrics
+from placement.pools import PREEMPTED
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.local.laptop.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.report.formatting import PREEMPTED
 
 SPEED = 60.0  # seconds of the recording, and of the replayed model, per second
 ON_DEMAND, NODES, SLOTS = 8, 4, 4  # on-demand slots; spot nodes at most, and slots of each

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 OWN = "own"
 """Name of the pool of all nodes that belong to no other pool. It always exists, and is the last one."""
+PREEMPTED = "preempted"
+"""Activity in ledgers of a row about work that was lost with its node."""
 
 
 @dataclass(frozen=True)

@@ -125,12 +125,13 @@ class Attempts:
 
     def due(self, names: Sequence[str], most: int, values: np.ndarray | None = None) -> list[int]:
         """Return the positions of at most `most` sequences that may try, those whose drafts did best and that are worth most first."""
+        values = np.zeros(len(names)) if values is None else values
         pays = self.worth_s > self.look_up_s
         if not self.rests or (pays and len(names) <= most):
-            return list(range(min(len(names), most))) if values is None else sorted((-values).argsort(kind="stable")[:most].tolist())
+            return sorted((-values).argsort(kind="stable")[:most].tolist())
         rests = [self.rests.get(name, (0, 0)) for name in names]
         rested = [i for i, (until, _) in enumerate(rests) if pays or until <= self.number]
-        return rested if len(rested) <= most else sorted(rested, key=lambda i: (rests[i][1], 0.0 if values is None else -values[i]))[:most]
+        return rested if len(rested) <= most else sorted(rested, key=lambda i: (rests[i][1], -values[i]))[:most]
 
     def pause_until_due(self, names: Collection[str]) -> None:
         """Pause until one of these sequences, which all rest, may try again."""

@@ -33,7 +33,7 @@ def values_of(left: np.ndarray, chance: np.ndarray, step_s: float, row_s: float)
     """
     last, log = float(left.max(0).mean()), np.log(chance)
     most = np.minimum(np.log(LEAST_CHANCE) / log, MOST_TOKENS)
-    aims = np.concatenate([shrunk(left, level) / (last * SHARES[:, None]) for level in LEVELS])  # (trials, n) tokens a step
+    aims = (shrunk_quantiles(left)[:, None] / (last * SHARES[:, None])).reshape(-1, len(left))  # (trials, n) tokens a step
     drafted = np.log(np.maximum(1 - np.maximum(aims, 1.0) * (1 - chance), 1e-9)) / log - 1  # tokens = (1 - chanceᵏ⁺¹) / (1 - chance)
     drafted = np.clip(drafted, 0.0, most)
     step_share = (1 - chance) / -np.expm1(log * (drafted + 1))  # steps a token
@@ -44,13 +44,13 @@ def values_of(left: np.ndarray, chance: np.ndarray, step_s: float, row_s: float)
     return np.asarray(values / values.mean())
 
 
-def shrunk(left: np.ndarray, level: float) -> np.ndarray:
-    """Return (n,) the medians of draws (n, S), the nearer to one value the less of the draws' variance is between sequences."""
+def shrunk_quantiles(left: np.ndarray) -> np.ndarray:
+    """Return (levels, n) quantiles of draws (n, S): the nearer to their mean, the less of the draws' variance is between sequences."""
     logs = np.log(left)
-    within, medians = float(logs.var(1).mean()), np.quantile(logs, level, axis=1)
+    within, quantiles = float(logs.var(1).mean()), np.quantile(logs, LEVELS, axis=1)
     between = max(float(logs.mean(1).var()) - within / left.shape[1], 0.0)
     known = between / max(between + within, 1e-12)
-    return np.asarray(np.exp(known * medians + (1 - known) * medians.mean()))
+    return np.asarray(np.exp(known * quantiles + (1 - known) * quantiles.mean(1, keepdims=True)))
 
 
 def tokens_left(lengths: np.ndarray, generated: np.ndarray, limits: np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ def plan_evacuation(context: np.ndarray, notice_s: float | None, times: MoveTime
 
     Args:
         context: (n,) tokens of each sequence, prompt included.
-        notice_s: seconds until the node is removed. None: it will be removed, and nobody says when.
+        notice_s: seconds until the node is removed. None: it will be removed at an unknown time.
 
     Pages go where they are faster than prefill, and only as many as the node can send in time: those that save most first. A prefill
     needs nothing of the old node.

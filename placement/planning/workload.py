@@ -163,7 +163,7 @@ class RolloutWorkload:
         """Return (S,) expected seconds until the last actor ends. seconds (k, S): expected ones of each actor. pools (k, S) or (k, 1).
 
         An actor is delayed with the probability that it is preempted at all, by what makes its mean right. So an actor that
-        would end early anyway delays nobody: short responses go where actors may be lost.
+        would end early anyway delays no other: short responses go where actors may be lost.
         """
         if not self.is_risky:
             return np.asarray(seconds.max(0))

@@ -104,11 +104,11 @@ class RolloutFrontiers:
 
     def _pool(self, kind: PoolKind, engine: Pool, count: int) -> Pool:
         """Return a pool with what is measured of it. Prices are relative to that of any other slot."""
-        measured, own = self.predictor.terms.pools, self.kinds[-1].price_per_hour
+        measured = self.predictor.terms.pools
         return replace(
             engine,
             speed=replace(engine.speed, **_decoding(self.predictor.engines.speed_in(kind.name, engine.devices))),
-            price=max(MIN_PRICE, kind.price_per_hour / own) if own else 1.0,
+            price=max(MIN_PRICE, self._price(kind)),
             max_actors=count,
             start_s=self.predictor.terms.warm_start.predict(),
             preempt_per_hour=measured.preempt_per_hour(kind.name),
@@ -116,12 +116,13 @@ class RolloutFrontiers:
             interval_s=self.predictor.recipe.rollout.stream_interval_s,
         )
 
+    def _price(self, kind: PoolKind) -> float:
+        own = self.kinds[-1].price_per_hour
+        return kind.price_per_hour / own if own else 1.0
+
     def _prices(self, plan: Plan) -> float:
         """Return the sum of the engines' prices of a slot, relative to that of any other slot."""
-        own = self.kinds[-1].price_per_hour
-        if len(self.kinds) == 1 or not own:
-            return float(plan.actors)
-        return sum(self.kinds[number].price_per_hour for number in plan.pools) / own
+        return sum(self._price(self.kinds[number]) for number in plan.pools)
 
     def judge(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """Return metrics of the forecast, of the best plan for the true lengths, and of the lower bounds. Calibrates the forecaster."""

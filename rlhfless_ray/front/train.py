@@ -16,10 +16,10 @@ from rlhfless_ray.front.trained_run import TrainedRun
 from rlhfless_ray.prompts.given_rows import keep_rows
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.given_functions import RewardFunction, keep_functions
+from rlhfless_ray.reward.reward_functions import BUILT_IN
 
 GIVEN = ".given"  # folder of rows and functions, beside the run folders
 HELD_OUT, HELD_OUT_SHARE = 256, 10  # of given rows: at most so many, and at most a tenth
-BUILT_IN = ("math", "code", "task")  # values of `reward.function` that name no file
 
 Rewards = RewardFunction | str | Sequence[RewardFunction]
 

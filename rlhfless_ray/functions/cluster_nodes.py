@@ -15,7 +15,7 @@ from rlhfless_ray.functions.pool_messages import NODE_LABEL
 NODES_S = 1.0  # time for which a list of nodes is reused: Ray takes milliseconds to make it
 NOTICES_S = 0.25  # the same for notices of drained nodes, which leave little time and take a millisecond to query
 ANSWER_S = 2.0  # timeout of a connection to a node
-UNKNOWN_S = 0.0  # time of a removal that nobody has announced
+UNKNOWN_S = 0.0  # time of a removal that was not announced
 
 
 class ClusterNodes:
@@ -53,7 +53,7 @@ class ClusterNodes:
         return set(self._draining)
 
     def notice_s(self, node: str) -> float | None:
-        """Return the seconds until a node with notice is removed, or None if nobody says when."""
+        """Return the seconds until a node with notice is removed, or None if the time is unknown."""
         deadline_s = self._draining.get(node, UNKNOWN_S)
         return None if deadline_s == UNKNOWN_S else max(0.0, deadline_s - time.time())
 

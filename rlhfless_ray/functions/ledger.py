@@ -21,13 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.pools import OWN
+from placement.pools import OWN, PREEMPTED
 from rlhfless_ray.common.disk_space import append
 from rlhfless_ray.common.errors import shortened
 from rlhfless_ray.types import Span
 
 BUSY = ("work",)
-PREEMPTED = "preempted"
 
 
 @dataclass

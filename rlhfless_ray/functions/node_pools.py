@@ -40,10 +40,11 @@ class NodePools:
 
     def labels_of(self, pool: str) -> dict[str, str]:
         """Return the conditions on labels that the pool's nodes meet, of those that are there now."""
-        slots = self.slots()
-        own = dict(next(kind for kind in self.kinds if kind.name == pool).labels)
-        before = [kind.name for kind in self.kinds[: [kind.name for kind in self.kinds].index(pool)]]
-        others = [node for name in before for node in slots[name] if pool == OWN or node in self.nodes.slots(own)]
+        slots, names = self.slots(), [kind.name for kind in self.kinds]
+        at = names.index(pool)
+        own = dict(self.kinds[at].labels)
+        there = self.nodes.slots(own)
+        others = [node for name in names[:at] for node in slots[name] if node in there]
         return own | (not_on(others) if others else {})
 
 

@@ -24,7 +24,7 @@ TAKEN_AWAY = ("Preempt", "Terminate")  # Azure's events after which a machine do
 
 
 class NoticeReader:
-    """Reads notices of one machine, or of several. An actor with this class runs on each machine, whose metadata nobody else can read."""
+    """Reads notices of one machine, or of several. An actor runs on each machine: no other one can read its metadata."""
 
     def __init__(self) -> None:
         self.token = ""

@@ -25,8 +25,6 @@ class SlotSource(ABC):
     pool (`_exchange`), and passes `tests/functions/test_slot_source_contract.py`.
     """
 
-    is_alone = False  # whether the cluster serves this run alone
-
     def __init__(self, resource: str, info: RunInfo) -> None:
         self.resource, self.info, self.slots = resource, info, RunSlots(info.run)
         self.view, self.viewed_s = PoolView(), time.monotonic()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from placement.pools import OWN, has_labels
+from placement.pools import OWN, has_labels, pool_of
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.lease import most_instances
+from rlhfless_ray.functions.pool_messages import NODE_LABEL
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.engine_pools import engine_pools
-
-NODE_LABEL = "ray.io/node-id"
 
 
 def check_nodes(recipe: Recipe, nodes: Sequence[JsonObject], slots: Mapping[str, int], resource: str, *, grows: bool) -> None:
@@ -23,10 +22,10 @@ def check_nodes(recipe: Recipe, nodes: Sequence[JsonObject], slots: Mapping[str,
         grows: whether an autoscaler may bring further nodes, whose labels are not known.
     """
     labels = {node["NodeID"]: {**(node.get("Labels") or {}), NODE_LABEL: node["NodeID"]} for node in nodes}
-    pools, left, found = engine_pools(recipe.rollout, recipe.price, resource), dict(slots), dict[str, dict[str, int]]()
-    for pool in pools:
-        found[pool.name] = {node: count for node, count in left.items() if pool.has_node(labels[node])}
-        left = {node: count for node, count in left.items() if node not in found[pool.name]}
+    pools = engine_pools(recipe.rollout, recipe.price, resource)
+    found: dict[str, dict[str, int]] = {pool.name: {} for pool in pools}
+    for node, count in slots.items():
+        found[pool_of(labels[node], pools).name][node] = count
     if recipe.rollout.nodes:
         _check_engines(recipe, found[pools[0].name])
     for number, pool in enumerate(pools[:-1] if recipe.rollout.pools else ()):

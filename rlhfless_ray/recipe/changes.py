@@ -18,20 +18,9 @@ UNLEARNED: Mapping[str, Collection[str] | None] = {
     "run": {"name", "root", "steps", "epochs", "episodes", "deterministic", "sigterm_s", "min_ranks", "max_restarts"},
     "evaluate": {"every_steps", "each_epoch"},
     "rollout": {
-        *(
-            "engine",
-            "agreement",
-            "min_actors",
-            "max_actors",
-            "nodes",
-            "pools",
-            "tensor_parallel",
-            "max_running",
-            "kv_cache_mb",
-            "gpu_memory_share",
-        ),
-        *("speculation", "drafter", "drafter_train", "drafter_hidden_size", "drafter_layers"),
-        "drafter_learning_rate",
+        *("engine", "agreement", "min_actors", "max_actors", "nodes", "pools"),
+        *("tensor_parallel", "max_running", "kv_cache_mb", "gpu_memory_share"),
+        *("speculation", "drafter", "drafter_train", "drafter_hidden_size", "drafter_layers", "drafter_learning_rate"),
         *("block_size", "prefix_kv", "stream_interval_s", "migrate", "migrate_tau", "deadline_s", "silence_s"),
     },
     "reward": {

@@ -18,7 +18,6 @@ OTHER_VENDORS = (
     "MXC",
     "FURIOSA",
 )  # how Ray's names of accelerators without an engine begin
-ONE_POOL = "rollout"  # name of the pool that `rollout.nodes` describes
 
 
 class PoolConfig(Section):

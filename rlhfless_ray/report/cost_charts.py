@@ -6,9 +6,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from placement.pools import OWN
+from placement.pools import OWN, PREEMPTED
 from rlhfless_ray.report.charts import Chart, Row, axis_top, bars, rounded
-from rlhfless_ray.report.formatting import PREEMPTED, duration, finite, finite_values, number, percent
+from rlhfless_ray.report.formatting import duration, finite, finite_values, number, percent
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
 KINDS = ("prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start")

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat
 
 DASH = "–"
-PREEMPTED = "preempted"  # the ledger's activity of a row about work that was lost with its node
 Figure = SupportsFloat | str | None
 
 

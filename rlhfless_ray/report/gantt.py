@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from placement.pools import OWN
+from placement.pools import OWN, PREEMPTED
 from rlhfless_ray.report.charts import Row
-from rlhfless_ray.report.formatting import PREEMPTED, finite, natural_order
+from rlhfless_ray.report.formatting import finite, natural_order
 
 MAX_SEGMENTS = 24_000  # about 0.8 MB in the page, drawn in a few milliseconds
 JOIN_S = 0.001  # shorter gaps come from rounding

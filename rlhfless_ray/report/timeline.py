@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from placement.pools import OWN
+from placement.pools import OWN, PREEMPTED
 from rlhfless_ray.common.disk_space import writing
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.report.cost_charts import PHASES
-from rlhfless_ray.report.formatting import PREEMPTED, finite, natural_order
+from rlhfless_ray.report.formatting import finite, natural_order
 
 STEP_KEYS = (
     *("reward/mean", "pool/rollout_actors", "pool/reason", "cost/busy_slot_s", "cost/full_slot_s"),

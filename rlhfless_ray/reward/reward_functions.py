@@ -19,6 +19,7 @@ from rlhfless_ray.reward.values import describe_exception, timeout_message, to_f
 if TYPE_CHECKING:
     from rlhfless_ray.types import Sample
 
+BUILT_IN = ("task", "math", "code")  # values of `reward.function` that name no file
 RewardFunction = Callable[[str, str, JsonObject], float]
 
 

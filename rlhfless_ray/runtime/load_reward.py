@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.reward.given_functions import SUFFIX, GivenSource
-from rlhfless_ray.reward.reward_functions import RewardSource
+from rlhfless_ray.reward.reward_functions import BUILT_IN, RewardSource
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.reward.user_file import read_function
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from rlhfless_ray.recipe import Recipe
 
-BUILT_IN = ("task", "math", "code")  # values of `reward.function` that name no file
 CONTRACT = "def {name}(prompt: str, response: str, row: dict) -> float"
 
 

@@ -156,7 +156,7 @@ class PoolEngines:
         return sorted(actor for actor, ready in self._ready_s().items() if ready <= self.engines.time_s + 1e-9)
 
     def _switch(self) -> None:
-        """End the learner's turn to generate if others can go on, or begin it if nobody else is left."""
+        """End the learner's turn to generate if others can go on, or begin it if no other engine is left."""
         now, seeding = self.engines.time_s, self.seeding
         others = len(self.own.since) + len(self.spot.since)
         if self.hosts and others and now >= self.hosts_from_s:
