@@ -90,6 +90,10 @@ class DraftWorth:
         chance = self.chances.get(name, FIRST_CHANCE)
         self.chances[name] = chance + (1 - (1 - CHANCE_RATE) ** tried) * (accepted / tried - chance) if tried else chance
 
+    def forget(self) -> None:
+        """Forget the forecasts, at the end of a call: the next one's responses have the same keys."""
+        self.lengths.clear()
+
     def forget_all_but(self, names: Sequence[str]) -> None:
         """Forget what was observed of sequences that are not among these."""
         for known in (self.chances, self.values):

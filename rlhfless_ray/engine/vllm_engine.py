@@ -198,6 +198,8 @@ class VllmEngine(SteppedEngine):
     def _forget(self) -> None:
         super()._forget()
         self.experts.clear()
+        if self.drafter is not None:
+            self.drafter.values.forget()
         if self.pages is not None:
             self.pages.computed.clear()
             self.pages.copied.clear()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from placement.drafting.acceptance import choose_lengths
-from placement.drafting.token_values import DraftWorth, tokens_left, values_of
+from placement.drafting.token_values import REFRESH_STEPS, DraftWorth, tokens_left, values_of
 
 MOST = 6  # drafted tokens of a sequence in a step
 BASE_S, ROW_S = 1.0, 0.02
@@ -91,3 +91,7 @@ def test_values_are_kept_for_some_steps_and_equal_without_a_forecast() -> None:
     values.observe("a", 4, 4)
     values.forget_all_but(["b"])
     assert "a" not in values.chances
+    values.forget()
+    for _ in range(REFRESH_STEPS + 1):  # of the next call, for whose responses nothing is forecast
+        later = values.get(names, [1, 2], np.array([5, 5]), limits, 1.0, 0.1)
+    assert later.tolist() == [1, 1]
