@@ -20,11 +20,11 @@ from benchmarks.common.availability import Availability as Trace
 from benchmarks.common.results import Target, make_console, result_folder, save, show_targets
 from benchmarks.common.run_metadata import provenance
 from benchmarks.simulated.cluster_parts import wide
+from benchmarks.simulated.instance_counts import InstanceCounts
+from benchmarks.simulated.pool_run import PREFERS, Course, MixedPoolRun, PoolFigures, at_equal, fixed_figures, inputs_of
+from benchmarks.simulated.pool_steps import PoolMarket, PoolPlan, run_step
 from placement import Pool, frontier
 from placement.simulate import PhaseTimes, Setting, parse
-from placement.simulate.spot.instance_counts import InstanceCounts
-from placement.simulate.spot.pool_run import PREFERS, Course, MixedPoolRun, PoolFigures, at_equal, fixed_figures, inputs_of
-from placement.simulate.spot.pool_steps import PoolMarket, PoolPlan, run_step
 
 SEED = 2  # seeds 0 and 1 were looked at while policies were made
 PRICE = 1 / 3  # of a preemptible device, over an own one

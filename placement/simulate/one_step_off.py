@@ -6,7 +6,6 @@ the step before (`StepInput.learned_tokens`). Every token is one version old whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +16,6 @@ from placement.simulate.plan_search import Planner, Trial
 from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun, decode_busy, roll_out, separate_holds
 
 LAG = (0.0, 1.0)  # share of the trained tokens by lag
-NOT_BUILT = "ours (not built)"  # name of what the runtime does not do yet
 ENGINES = (1.0, 0.5, 0.25)  # shares of the engines that fit beside the learner, where the search begins
 
 
@@ -56,33 +54,14 @@ def ours_one_step_off(times: PhaseTimes, given: StepInput, planner: Planner) -> 
 
     Raises ValueError if the training state leaves no device for an engine.
     """
-    return _planned(times, given, planner, "ours", as_built, candidates_beside(times))
-
-
-def ours_beside(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
-    """Run a step with all of the learner's work beside the rollout. The runtime does not do that yet.
-
-    The learner never leaves its devices. Engines begin when the new weights are there. Where it pays, they are held
-    awake throughout; otherwise they are released when they have no more responses.
-
-    Raises ValueError if the training state leaves no device for an engine.
-    """
     tried = candidates_beside(times)
-    tried += [replace(k, awake=True) for k in tried if k.prefer == max(PREFERS)]
-    return _planned(times, given, planner, NOT_BUILT, all_beside, tried)
-
-
-StepOfPlan = Callable[[PhaseTimes, StepInput, StepPlanSettings, str], StepRun]
-
-
-def _planned(times: PhaseTimes, given: StepInput, planner: Planner, name: str, step: StepOfPlan, tried: list[StepPlanSettings]) -> StepRun:
     check_split(times, tried)
 
     def trial(rollout: str) -> Trial:
-        return lambda view, plan: step(times, view, plan, rollout)
+        return lambda view, plan: as_built(times, view, plan, rollout)
 
-    plan = planner.search(name, trial("ours"), trial(ROUGH_POLICY), tried, partial(neighbours_beside, times))
-    return replace(step(times, given, plan, "ours"), policy=name, planned=planner.expected)
+    plan = planner.search("ours", trial("ours"), trial(ROUGH_POLICY), tried, partial(neighbours_beside, times))
+    return replace(as_built(times, given, plan, "ours"), planned=planner.expected)
 
 
 def as_built(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str) -> StepRun:
@@ -112,19 +91,6 @@ def learning_s(times: PhaseTimes, tokens: float, m: int) -> tuple[float, float]:
         return before, update
     forward = times.trainer.forward_s(tokens, m)  # which the update itself computes
     return before - forward, update + forward
-
-
-def all_beside(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str) -> StepRun:
-    times = times.at(plan.width).learner(hosted=plan.hosted)
-    m, tokens, w, sent = plan.late, given.learned_tokens, times.width, times.broadcast_s
-    wake, capacity = (0.0, times.static_capacity) if plan.awake else (times.wake_s, None)
-    run = roll_out(times, given, rollout, engines=plan.engines, prefer=plan.prefer, transfer_s=sent, wake_s=wake, capacity=capacity)
-    learn = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
-    end = max(run.end_s, sent + learn)
-    engines = (DeviceHold("engines", plan.engines * w, 0.0, end),) if plan.awake else tuple(run.holds(w))
-    holds = (DeviceHold("learn", m, 0.0, end), *engines)
-    busy = run.busy(w) + learn * m
-    return StepRun(NOT_BUILT, end, busy, run.end_s, run.result.moves, holds, f"not built: {_reason(plan)}", lag=LAG)
 
 
 def candidates_beside(times: PhaseTimes) -> list[StepPlanSettings]:
@@ -175,5 +141,5 @@ def check_split(times: PhaseTimes, tried: list[StepPlanSettings]) -> None:
 
 
 def _reason(plan: StepPlanSettings) -> str:
-    engines = f"{plan.engines}{' held' * plan.awake} engines" + f" of {plan.width} devices" * bool(plan.width)
+    engines = f"{plan.engines} engines" + f" of {plan.width} devices" * bool(plan.width)
     return f"one step off: at most {engines}, prefer {plan.prefer:g}; {plan.late} devices learn{' (hosted)' * plan.hosted} beside them"

@@ -1,4 +1,4 @@
-"""Step policies whose responses may outlive a step: those of the baselines' authors, and ours, as it is built and as it could be."""
+"""Step policies whose responses may outlive a step: those of the baselines' authors, and ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from placement.simulate.ahead import candidates_ahead, neighbours_ahead, starts_ahead, step_ahead
 from placement.simulate.elastic_policy import ROUGH_POLICY, elastic
-from placement.simulate.one_step_off import NOT_BUILT, splits
+from placement.simulate.one_step_off import splits
 from placement.simulate.partial_rollout import InFlight, PartialGeneration
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import PREFERS, SHARES, candidates, fits, neighbours
@@ -30,13 +30,6 @@ class SearchSpace:
 
     begin: Callable[[PhaseTimes], list[StepPlanSettings]]
     near: Callable[[PhaseTimes, StepPlanSettings], list[StepPlanSettings]]
-
-    @classmethod
-    def of(cls, allowed: Callable[[StepPlanSettings], bool]) -> SearchSpace:
-        """Return the plans in which a rollout and the learner take turns, and those with a learner beside the tail."""
-        return cls(
-            lambda times: list(filter(allowed, candidates(times))), lambda times, plan: list(filter(allowed, neighbours(times, plan)))
-        )
 
 
 class Partial:
@@ -92,9 +85,8 @@ class Partial:
         self.state, self.learned = run.after, float(run.trained.tokens.sum())
         expected = planner.expected if self.space is not None else None
         more = f"{self.chosen[1]:.0%} more groups begun; " if self.chosen and self.chosen[1] else ""
-        built = "not built: " * (self.name == NOT_BUILT)
         lag = (*[0.0] * (self.extra_lag + 1 - self.versions_in_step), *run.lag)
-        return replace(done, policy=self.name, lag=lag, reason=f"{built}partial rollouts: {more}{done.reason}", planned=expected)
+        return replace(done, policy=self.name, lag=lag, reason=f"partial rollouts: {more}{done.reason}", planned=expected)
 
     def _search(
         self, times: PhaseTimes, view: StepInput, planner: Planner, generation: PartialGeneration, space: SearchSpace
@@ -184,12 +176,6 @@ def _separate(
     return StepRun("fixed", end, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
 
 
-def _ours(
-    times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: PartialGeneration, learned: float, rollout: str
-) -> StepRun:
-    return elastic(times, given, plan, rollout=rollout, generate=generate)
-
-
 def _as_built(
     times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: PartialGeneration, learned: float, rollout: str
 ) -> StepRun:
@@ -207,23 +193,20 @@ def _whole(times: PhaseTimes) -> list[StepPlanSettings]:
     return [StepPlanSettings(t.engines, 1.0, 0, t.devices, width=t.width if times.wider else 0) for t in times.widths]
 
 
-def _halves(times: PhaseTimes, grows: bool = True) -> list[StepPlanSettings]:
-    """Return plans like those that the search finds: a learner on about half of the devices beside engines on the others.
-
-    grows: whether it has all devices after the rollout.
-    """
+def _halves(times: PhaseTimes) -> list[StepPlanSettings]:
+    """Return plans like those that the search finds: a learner on about half of the devices beside engines on the others."""
     found = []
     for plan in _whole(times):
         t = times.at(plan.width)
         early = min(t.sizes(t.devices - t.width) or [0], key=lambda m: abs(m - t.devices / 2))
-        half = replace(plan, prefer=PREFERS[-1], engines=max(1, (t.devices - early) // t.width), early=early, share=SHARES[0])
-        found.append(half if grows else replace(half, late=early))
+        engines = max(1, (t.devices - early) // t.width)
+        found.append(replace(plan, prefer=PREFERS[-1], engines=engines, early=early, late=early, share=SHARES[0]))
     return [plan for plan in found if plan.early and fits(times, plan)]
 
 
 def _either(times: PhaseTimes) -> list[StepPlanSettings]:
     """Return plans in which engines and learner take turns, and plans in which the learner works beside engines."""
-    return _whole(times) + _halves(times, grows=False)
+    return _whole(times) + _halves(times)
 
 
 def partial_policies() -> dict[str, Policy]:
@@ -232,15 +215,16 @@ def partial_policies() -> dict[str, Policy]:
     `fixed` has separate pools that both work all the time, and engines that take new weights between two tokens: AReaL
     (arXiv 2505.24298), ROLL Flash (arXiv 2510.11345) and verl's fully asynchronous trainer. `april` holds all devices
     for one phase after the other, and ends the rollout when a batch is complete (arXiv 2509.18521). Ours gives devices
-    back, and lets a learner work on complete groups beside the tail. As the runtime does it, the learner keeps its size,
-    and its gradients wait for the last response. What is not built lifts both limits. `ours (ahead)` begins
-    rollouts beside the update instead, as the runtime does with `rollout.ahead`.
+    back, and lets a learner of unchanged size work on complete groups beside the tail. Its gradients wait for the last
+    response. `ours (ahead)` begins rollouts beside the update instead, as the runtime does with `rollout.ahead`.
     """
     beside = SearchSpace(candidates_ahead, neighbours_ahead)
+    tail = SearchSpace(
+        lambda times: list(filter(_is_built, candidates(times))), lambda times, plan: list(filter(_is_built, neighbours(times, plan)))
+    )
     return {
         "fixed": Partial("fixed", _separate, splits, extra_lag=1),
         "april": Partial("april", _april, _whole),
-        "ours": Partial("ours", _as_built, _either, space=SearchSpace.of(_is_built)),
+        "ours": Partial("ours", _as_built, _either, space=tail),
         AHEAD: Partial(AHEAD, step_ahead, starts_ahead, extra_lag=1, space=beside, versions_in_step=2),
-        NOT_BUILT: Partial(NOT_BUILT, _ours, lambda times: _whole(times) + _halves(times), space=SearchSpace.of(lambda plan: True)),
     }

@@ -7,7 +7,7 @@ from functools import partial
 
 from placement.simulate.elastic_policy import elastic, ours, then_learn, trial
 from placement.simulate.learner_queue import LearnerDevices, run_learner
-from placement.simulate.one_step_off import NOT_BUILT, fixed_one_step_off, ours_beside, ours_one_step_off
+from placement.simulate.one_step_off import fixed_one_step_off, ours_one_step_off
 from placement.simulate.partial_policies import Policy, partial_policies
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import candidates, fits, neighbours, resized
@@ -166,7 +166,7 @@ POLICIES: dict[str, Policy] = {
     "oracle": oracle,
 }
 
-ONE_STEP_OFF: dict[str, Policy] = {"fixed": fixed_one_step_off, "ours": ours_one_step_off, NOT_BUILT: ours_beside}
+ONE_STEP_OFF: dict[str, Policy] = {"fixed": fixed_one_step_off, "ours": ours_one_step_off}
 
 
 def policies_of(setting: Setting) -> dict[str, Policy]:

@@ -11,7 +11,7 @@ import pytest
 
 from placement.simulate import POLICIES, PhaseTimes, Setting, StepPlanSettings, parse, policies_of, simulate
 from placement.simulate.ahead import step_ahead
-from placement.simulate.one_step_off import NOT_BUILT, all_beside, as_built, fixed_split
+from placement.simulate.one_step_off import as_built, fixed_split
 from placement.simulate.partial_rollout import InFlight, PartialGeneration
 from placement.simulate.simulate_run import workload_of
 from placement.simulate.simulate_step import StepInput
@@ -67,23 +67,12 @@ def test_ours_computes_what_the_update_needs_before_the_rollout_begins() -> None
     assert done.time_s == pytest.approx(before + rollout + critic.state_s(4))
 
 
-def test_what_is_not_built_begins_the_rollout_at_once_and_says_so() -> None:
-    times, given = one_response(small())
-    plan = StepPlanSettings(1, 1.0, 0, 4)
-    done, held = (all_beside(times, given, k, "random") for k in (plan, replace(plan, awake=True)))
-    learn = times.broadcast_s + times.prepare_s(1000, 4) + times.learn_s(1000, 4)
-    rollout = times.broadcast_s + times.prefill_s(10, 1) + times.speed.rollout_s(given.lengths, given.prompts)
-    assert done.time_s == pytest.approx(max(learn, times.wake_s + rollout))
-    assert held.time_s == pytest.approx(max(learn, rollout)) and held.full == pytest.approx(5 * held.time_s)
-    assert "not built" in done.reason and "not built" in done.policy
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("width", [1, "auto"])
 def test_costs_are_those_of_the_holds_which_fit_the_cluster_and_no_policy_beats_the_bounds(algorithm: str, width: int | str) -> None:
     run = simulate(small(algorithm=algorithm, max_lag_steps=1, tensor_parallel=width), seed=3)
-    assert list(run.policies) == ["fixed", "ours", NOT_BUILT]
+    assert list(run.policies) == ["fixed", "ours"]
     for name, done in run.policies.items():
         for step, bound in zip(done.steps, run.bounds, strict=True):
             assert step.full == pytest.approx(sum(h.devices * (h.to_s - h.from_s) for h in step.holds)), name
@@ -140,7 +129,6 @@ def test_partial_rollouts_keep_the_bound_and_bill_what_they_hold(lag: int) -> No
             assert len(step.lag) == lag + 1 and sum(step.lag) == pytest.approx(1), name
             assert step.full == pytest.approx(sum(h.devices * (h.to_s - h.from_s) for h in step.holds)), name
             assert most_devices(step) <= run.setting.devices and step.busy <= step.full + 1e-6, name
-            assert ("not built" in step.reason) == (name == NOT_BUILT), name
 
 
 def test_a_rollout_beside_the_update_continues_under_its_weights() -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.simulated.pool_steps import PlannedPools, PoolMarket, PoolPlan, PoolStep, RLBoost, TriedPlans
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.setting import Setting
 from placement.simulate.simulate_run import Forecasts, simulate, step_input, workload_of
 from placement.simulate.simulate_step import StepInput
-from placement.simulate.spot.pool_steps import PlannedPools, PoolMarket, PoolPlan, PoolStep, RLBoost, TriedPlans
 
 PREFERS = (0.5, 0.75, 1.0)  # of our policy
 EQUAL = 0.005  # relative difference below which two times or costs count as equal

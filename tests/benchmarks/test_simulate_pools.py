@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.simulated.instance_counts import InstanceCounts
+from benchmarks.simulated.pool_rollout import Instances
+from benchmarks.simulated.pool_run import Course, MixedPoolRun, PoolFigures, at_equal, fixed_figures, inputs_of
+from benchmarks.simulated.pool_steps import PoolMarket, PoolPlan, PoolStep, RLBoost, TriedPlans, run_step
 from placement.simulate import PhaseTimes, Setting, StepPlanSettings, parse
 from placement.simulate.one_step_off import fixed_split
 from placement.simulate.simulate_step import StepInput
-from placement.simulate.spot.instance_counts import InstanceCounts
-from placement.simulate.spot.pool_rollout import Instances
-from placement.simulate.spot.pool_run import Course, MixedPoolRun, PoolFigures, at_equal, fixed_figures, inputs_of
-from placement.simulate.spot.pool_steps import PoolMarket, PoolPlan, PoolStep, RLBoost, TriedPlans, run_step
 
 TRACE = InstanceCounts(np.array([0.0, 100.0, 250.0]), np.array([3, 1, 2]), 400.0)
 NONE = InstanceCounts.constant(0)

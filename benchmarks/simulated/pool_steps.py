@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from benchmarks.simulated.instance_counts import InstanceCounts
+from benchmarks.simulated.pool_rollout import Instances, PoolEngines, Seeding
 from placement.simulate.learner_queue import LearnerDevices, run_learner
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.simulate_step import StepInput, costs_of, work_of
-from placement.simulate.spot.instance_counts import InstanceCounts
-from placement.simulate.spot.pool_rollout import Instances, PoolEngines, Seeding
 
 STEP, LEAST_SEED_S, FIRST_SEED_S = 1 / 3, 5.0, 60.0  # RLBoost's step of the seeding time, its least, and where it begins here
 MEMORY, MEMORY_OF_CHANGE = 0.8, 0.2  # weights of RLBoost's newest seeding time for a number of instances

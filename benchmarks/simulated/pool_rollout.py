@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from benchmarks.simulated.instance_counts import InstanceCounts
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.rollout.decoding import VirtualEngines
 from placement.simulate.simulate_step import StepInput
-from placement.simulate.spot.instance_counts import InstanceCounts
 
 TICK_SHARE = 0.02  # of the longest possible rollout: how often the end of seeding is checked
 
