@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from placement.drafting.acceptance import Acceptance, DraftTable, choose_lengths
+from placement.drafting.acceptance import MOST_TOKENS, Acceptance, DraftTable, choose_lengths
 from placement.drafting.step_times import StepTimes
 
 AGE_EVERY = 50  # steps
-ALLOWED_LOSS = 0.005  # share of the decode time that attempts may cost, and the same share for reading texts
+ALLOWED_LOSS = 0.004  # share of the decode time that attempts may cost, and the same share for reading texts: not 1 % together
 FIRST_BALANCE = 2.0  # time that attempts may cost at first, in steps
 LEAST_BALANCE, MOST_BALANCE = -2.0, 8.0  # bounds of the balance, in steps
 ENOUGH = 1.0  # steps on the balance from which it pays for reading texts too
@@ -54,13 +54,14 @@ class Learned:
 class Attempts:
     """Decides for which sequences an engine looks up drafts and how much is verified, so that attempts cannot lose much.
 
-    The balance grows by the share `ALLOWED_LOSS` of each step's time. The time of look-ups and drafts is taken from it, and the time
-    that they save is added. While it is used up, no drafts are looked up. Reading texts has an account of its own with the same income,
-    because it would leave nothing for look-ups; a rich balance pays for it too. Unless look-ups save more than they take on average, a
-    sequence without useful drafts rests for a number of steps that doubles each time.
+    The balance grows by the share `ALLOWED_LOSS` of each step's time. The time of decisions, look-ups and drafts is taken from it, and
+    the time that they save is added. Until it pays for looking up all sequences at once, nothing is looked up: one decision for many
+    sequences costs little more than for one. Reading texts has an account of its own with the same income, because it would leave nothing
+    for look-ups; a rich balance pays for it too. Unless look-ups save more than they take on average, a sequence without useful drafts
+    rests for a number of steps that doubles each time.
 
-    Steps before the next look-up that can be paid for are a pause. They are only counted, because deciding and learning in each of them
-    takes 2 % of a step of 3 ms.
+    Steps before the next look-up that can be paid for are a pause, and so are `LONGEST_REST` steps of a batch too large to gain anything.
+    They are only counted, because deciding and learning in each of them takes 2 % of a step of 3 ms.
     """
 
     def __init__(self, learned: Learned) -> None:
@@ -73,29 +74,41 @@ class Attempts:
         self.looked = [0, 0]  # sequences that were looked up after this step, and after the one before
         self.number = 0  # number of the current step, without skipped steps that were not added yet
         self.pause = 0  # steps that are left of a pause
+        self.all_rest = False  # whether the pause is only because all sequences rest, so that one that begins ends it
         self.skipped = 0  # steps of a pause that were not added yet
         self.rests: dict[str, tuple[int, int]] = {}  # by sequence: (step from which it may try again, length of its last rest)
 
-    def skip_step(self) -> bool:
-        """Return whether a step belongs to a pause. Nothing is looked up after such a step, and nothing is learned from it."""
-        if not self.pause:
+    def skip_step(self, has_begun: bool = False) -> bool:
+        """Return whether a step belongs to a pause. Nothing is looked up after such a step, and nothing is learned from it.
+
+        has_begun: whether sequences have begun since the step before.
+        """
+        if not self.pause or (has_begun and self.all_rest):
             return False
         self.pause -= 1
         self.skipped += 1
         return True
 
-    def begin_step(self, running: int, context_tokens: int) -> int:
-        """Count a step, and return for how many of its `running` sequences drafts may be looked up after it. 0 may begin a pause."""
+    def begin_step(self, running: int, context_tokens: int, most_value: float = 1.0) -> int:
+        """Count a step, and return for how many of its `running` sequences drafts may be looked up after it. 0 may begin a pause.
+
+        most_value: what a token of a sequence is worth at most, see `token_values`.
+        """
         self._add_steps(1)
-        self.pause = 0
+        self.pause, self.all_rest = 0, False
         self.looked = [0, self.looked[0]]
         times = self.learned.times
         step_s = times.step_s(running, context_tokens)
         if step_s is None or not times.is_known:
             return max(1, running // 4) if self.number % 2 else 0
-        self.worth_s = self.gain * step_s / max(running, 1)
-        if self.balance <= 0:
-            self.pause = int(-self.balance / ALLOWED_LOSS)
+        token_s = step_s / max(running, 1)
+        self.worth_s = self.gain * token_s
+        if running and (most_value * token_s - float(times.costs_s(running)[0])) * MOST_TOKENS <= self.look_up_s:
+            self.pause = LONGEST_REST - 1  # not even a draft whose tokens are all accepted would pay
+            return 0
+        missing = min(self.look_up_s * running / step_s, ENOUGH) - self.balance
+        if missing > 0:
+            self.pause = int(missing / ALLOWED_LOSS)
             return 0
         return min(running, max(1, int(self.balance * step_s / self.look_up_s))) if self.look_up_s else running
 
@@ -136,6 +149,7 @@ class Attempts:
     def pause_until_due(self, names: Collection[str]) -> None:
         """Pause until one of these sequences, which all rest, may try again."""
         self.pause = min((self.rests[name][0] for name in names), default=self.number + 1) - self.number - 1
+        self.all_rest = True
 
     def forget_all_but(self, names: Sequence[str]) -> None:
         """Forget the rests of all sequences except these."""

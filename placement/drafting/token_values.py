@@ -77,6 +77,7 @@ class DraftWorth:
         self.lengths: dict[int, np.ndarray] = {}  # (S,) draws of the whole response, by its key
         self.chances: dict[str, float] = {}  # by the sequence's name
         self.values: dict[str, float] = {}
+        self.most = 1.0  # of the values
         self.steps = REFRESH_STEPS  # since the values were computed
 
     def forecast(self, lengths: Mapping[int, np.ndarray]) -> None:
@@ -84,11 +85,13 @@ class DraftWorth:
         self.lengths.update(lengths)
         self.steps = REFRESH_STEPS
 
-    def observe(self, name: str, drafted: int, accepted: int) -> None:
-        """Record how many of a sequence's drafted tokens a step accepted."""
-        tried = min(accepted + 1, drafted)
-        chance = self.chances.get(name, FIRST_CHANCE)
-        self.chances[name] = chance + (1 - (1 - CHANCE_RATE) ** tried) * (accepted / tried - chance) if tried else chance
+    def observe(self, counts: Mapping[str, tuple[int, int]]) -> None:
+        """Record a step's (drafted, accepted) tokens by sequence, of which at least one was drafted."""
+        drafted, accepted = np.array([*counts.values()]).T
+        tried = np.minimum(accepted + 1, drafted)
+        chance = np.array([self.chances.get(name, FIRST_CHANCE) for name in counts])
+        chance += (1 - (1 - CHANCE_RATE) ** tried) * (accepted / tried - chance)
+        self.chances.update(zip(counts, chance.tolist(), strict=True))
 
     def forget(self) -> None:
         """Forget the forecasts, at the end of a call: the next one's responses have the same keys."""
@@ -114,5 +117,5 @@ class DraftWorth:
                 lengths = np.array([self.lengths[key] for key in keys], float)
                 chance = np.clip([self.chances.get(name, FIRST_CHANCE) for name in names], *CHANCES)
                 values = values_of(tokens_left(lengths, generated, limits), chance, step_s, row_s)
-            self.values = dict(zip(names, values.tolist(), strict=True))
+            self.values, self.most = dict(zip(names, values.tolist(), strict=True)), float(values.max(initial=1.0))
         return np.array([self.values.get(name, 1.0) for name in names])

@@ -100,7 +100,8 @@ class Drafter:
         self.offered = NO_OFFER  # for the next step
         self.verified = NO_OFFER  # of the step that has just ended
         self.batch: tuple[list[str], _Running] | None = None  # the last step's batch, if all of its sequences went on
-        self.draft_s = 0.0  # seconds that were spent on drafts after the step, unless it is idle
+        self.draft_s = 0.0  # seconds that were spent on drafts and decisions after the step, unless it is idle
+        self.observe_s = 0.0  # of which: learning from the step before
         self.running = self.context_tokens = 0  # of the sequences that go on after the step
         self.is_idle = False  # whether drafting pauses in this step: nothing is verified, looked up or learned
         self.begun = 0  # requests that have begun, as `KeyedSampler.begun`
@@ -157,17 +158,18 @@ class Drafter:
 
     def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
         """Record a step's time and its accepted drafts. `tried`: (drafted, accepted) tokens by vLLM's request id."""
+        begin = time.thread_time()
         rows, _, cells, values = self.verified
         worth = 0.0
         if known := [(rows[name], *counts) for name, counts in tried.items() if name in rows]:
             places, drafted, accepted = np.array(known).T
             self.learned.acceptance.observe(cells[places], drafted, accepted)
             worth = float(values[places] @ accepted)
-            for name, counts in tried.items():
-                self.values.observe(name, *counts)
+            self.values.observe(tried)
         if step.new_tokens == step.running:  # the step computed no prompt
             self.learned.times.observe(step.running, step.context_tokens, step.drafted, step.work_s)
         self.attempts.settle(step.running, step.context_tokens, step.drafted, worth, step.draft_s)
+        self.observe_s = time.thread_time() - begin
 
     def finish(self, number: int, response: Sequence[int]) -> None:
         """Add a finished response to the texts that drafts come from."""
@@ -202,17 +204,19 @@ class Drafter:
         """Look up drafts for sequences that go on after an engine step, and let the next step verify those that are worth it."""
         step, known = self.runner.sampler, self.begun
         self.begun = step.begun
-        self.is_idle = self.begun == known and self.attempts.skip_step()  # a sequence that has just begun may look up
+        self.is_idle = self.attempts.skip_step(self.begun != known)
         if self.is_idle:
             self.running, self.context_tokens = step.running, step.context_tokens
             return
-        self.verified, self.offered, self.draft_s = self.offered, NO_OFFER, 0.0
-        self._offer()
+        self.verified, self.offered, begin = self.offered, NO_OFFER, time.thread_time()  # others may take the processor meanwhile
+        looked_up = self._offer()
+        self.draft_s = time.thread_time() - begin + self.observe_s
+        if looked_up:
+            self.attempts.observe_look_up(self.draft_s, looked_up)
         self.runner.speculative_config = self.config if self.offered.rows else None
 
-    def _offer(self) -> None:
-        """Give the scheduler drafts of sequences that may look up."""
-        begin = time.thread_time()  # CPU time, because other processes may take the processor meanwhile
+    def _offer(self) -> int:
+        """Give the scheduler drafts of sequences that may look up. Returns how many did."""
         batch, requests = self.runner.input_batch, self.scheduler.requests
         for name in self.verified.rows:
             if name in requests:
@@ -220,13 +224,13 @@ class Drafter:
         due = self._going_on(batch, requests)
         lengths = batch.num_tokens_no_spec[due.rows]
         self.running, self.context_tokens = len(lengths), int(lengths.sum())
-        most = ALL if self.always else self.attempts.begin_step(self.running, self.context_tokens)
+        most = ALL if self.always else self.attempts.begin_step(self.running, self.context_tokens, self.values.most)
         values = self._values(due, lengths) if most and not self.always else np.ones(self.running)
         chosen = range(self.running) if self.always else self.attempts.due(due.names, most, values) if most else ()
         if not chosen:
             if most:
                 self.attempts.pause_until_due(due.names)
-            return
+            return 0
         self.text.forget_all_but(due.keys)
         if self.source is not None:
             self.source.forget_all_but(due.keys)
@@ -247,8 +251,7 @@ class Drafter:
                     rows[name] = row
             self.offered = _Offer(rows, sources, table.cells, values)
         self.attempts.note(due.names, self.offered.rows)
-        self.draft_s = time.thread_time() - begin
-        self.attempts.observe_look_up(self.draft_s, len(left))
+        return len(left)
 
     def _values(self, due: _Running, lengths: np.ndarray) -> np.ndarray:
         """Return (n,) what a token of each sequence is worth. `lengths`: (n,) tokens of the sequences so far."""

@@ -16,7 +16,7 @@ def mistakes_in_stock(rollout: RolloutConfig, lora: LoraConfig, algorithm: Algor
         return
     pages = "KV pages that engines exchange"
     asked = [  # key, value, whether it needs the exact engine, what it needs, what to set instead
-        ("rollout.speculation", rollout.speculation, rollout.speculation != "off", "drafts that change no token", "off"),
+        ("rollout.speculation", rollout.speculation, rollout.speculation == "on", "drafts that change no token", "auto or off"),
         ("rollout.prefix_kv", rollout.prefix_kv, rollout.prefix_kv == "on", pages, "auto"),
         ("rollout.partial_kv", rollout.partial_kv, rollout.partial_kv == "keep", pages, "recompute"),
         ("rollout.quantization", rollout.quantization, rollout.quantization != "off", "weights quantised at each load", "off"),

@@ -30,6 +30,9 @@ def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None
     rollout = recipe.rollout
     if rollout.speculation == "off":
         return recipe, None
+    without = {"rollout.speculation": "off", "rollout.drafter": "", "rollout.drafter_train": "off"}
+    if rollout.engine == "stock":
+        return recipe.with_settings(without), "no tokens are drafted, because rollout.engine is stock"
     is_installed, why = find_spec("arctic_inference") is not None, unsupported(config_of(policy))
     if is_installed and why is None:
         return recipe, None
@@ -37,7 +40,6 @@ def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None
         raise UserError(f"rollout.speculation: drafts need a package that is not installed; run {INSTALL}, or set it to auto or off")
     if rollout.speculation == "on":
         raise UserError(f"rollout.speculation: this policy cannot verify drafts, because {why}; set it to auto or off")
-    without = {"rollout.speculation": "off", "rollout.drafter": "", "rollout.drafter_train": "off"}
     why = f"because of the policy: {why}" if why else f"because arctic-inference is not installed ({INSTALL})"
     return recipe.with_settings(without), f"no tokens are drafted, {why}"
 

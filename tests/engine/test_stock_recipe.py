@@ -30,7 +30,7 @@ def recipe_with(settings: dict[str, Any]) -> Recipe:
 @pytest.mark.parametrize(
     ("key", "value", "shown", "instead"),
     [
-        ("rollout.speculation", "auto", "auto", "off"),
+        ("rollout.speculation", "on", "on", "auto or off"),
         ("rollout.prefix_kv", "on", "on", "auto"),
         ("rollout.quantization", "int8", "int8", "off"),
         ("run.exact", True, "true", "false"),

@@ -390,6 +390,39 @@ def test_a_pause_skips_only_steps_after_which_nothing_is_looked_up() -> None:
     assert engines[0].balance == pytest.approx(engines[1].balance)
 
 
+def decided(attempts: Attempts, running: int, steps: int, most_value: float = 1.0) -> tuple[int, int]:
+    """Return in how many of these steps, in each of which a sequence begins, an engine decides, and for how many sequences it looks up."""
+    number = looked_up = 0
+    for _ in range(steps):
+        if not attempts.skip_step(has_begun=True):
+            number += 1
+            looked_up += attempts.begin_step(running, 100 * running, most_value)
+    return number, looked_up
+
+
+def test_a_batch_too_large_to_gain_is_decided_on_once_in_sixteen_steps() -> None:
+    """A drafted token takes as long as one of another sequence. Only where it is worth more than that, drafts are looked up."""
+    learned = Learned()
+    learned.times.terms, learned.times.trials = np.array([1e-3, 1e-4, 0, 2e-4, 0, 0, 0]), TRIAL_STEPS
+    attempts = Attempts(learned)
+    assert decided(attempts, 64, 1600) == (1600 // LONGEST_REST, 0)
+    assert decided(attempts, 64, 10, most_value=4.0) == (10, 640)
+    assert decided(attempts, 2, 10) == (10, 20)
+
+
+def test_sequences_that_begin_end_no_pause_for_what_was_spent() -> None:
+    learned = Learned()
+    learned.times.terms, learned.times.trials = TERMS, TRIAL_STEPS
+    attempts = Attempts(learned)
+    attempts.observe_look_up(64 * 1e-5, 64)
+    attempts.balance = -1.0
+    number, looked_up = decided(attempts, 64, 200)
+    assert (number, looked_up) == (1, 0), "one step's time is earned in 250 steps"
+    attempts.rests["a"] = attempts.number + 9, 16
+    attempts.pause_until_due(["a"])
+    assert attempts.skip_step() and not attempts.skip_step(has_begun=True), "a new sequence has not rested"
+
+
 def test_reading_texts_leaves_time_for_look_ups() -> None:
     """Once the balance was used up, reading responses took what it earned, and nothing was looked up again."""
     learned = Learned()
@@ -401,7 +434,7 @@ def test_reading_texts_leaves_time_for_look_ups() -> None:
         if attempts.may_read:
             read += 1
             attempts.pay_reading(1e-4, 4, 100)
-    assert allowed > 80 and 5 < read < 50
+    assert allowed > 70 and 5 < read < 50
 
 
 def test_an_unknown_rate_is_better_than_its_mean_while_trials_are_paid() -> None:

@@ -88,7 +88,8 @@ def test_values_are_kept_for_some_steps_and_equal_without_a_forecast() -> None:
     assert first.mean() == pytest.approx(1)
     assert values.get(names, [1, 2], np.array([480, 5]), limits, 1.0, 0.1).tolist() == first.tolist()
     assert values.get([*names, "c"], [1, 2, 3], np.array([5, 5, 5]), np.full(3, 1000), 1.0, 0.1)[2] == 1, "it has just begun"
-    values.observe("a", 4, 4)
+    values.observe({"a": (4, 4)})
+    assert values.chances["a"] > 0.6
     values.forget_all_but(["b"])
     assert "a" not in values.chances
     values.forget()

@@ -105,6 +105,20 @@ def test_a_kept_batch_gives_the_drafts_of_one_that_is_read_anew(monkeypatch: pyt
     assert drafted > 1000
 
 
+def test_a_pause_reads_nothing_of_the_batch() -> None:
+    """A property of a fake raises AttributeError if it is read: neither the batch nor the scheduler's requests are there."""
+    sampler = SimpleNamespace(begun=0, running=64, context_tokens=6400)
+    drafter = drafts.Drafter(SimpleNamespace(model_config=SimpleNamespace(max_model_len=100)))
+    drafter.attach(SimpleNamespace(sampler=sampler, speculative_config=object()), SimpleNamespace(), always=False)
+    drafter.attempts.pause = 2
+    for begun in (1, 2):
+        sampler.begun = begun
+        drafter.look_up()
+        assert drafter.is_idle and drafter.context_tokens == 6400
+    with pytest.raises(AttributeError):
+        drafter.look_up()
+
+
 def test_an_estimate_is_that_of_a_token_after_those_before_it() -> None:
     source, table = TextSource(), np.array([[0, 1, 2]], np.int32)
     for name, text in enumerate(([1, 2, 3, 5, 6, 7], [1, 2, 3, 5, 6, 7], [1, 2, 3, 5, 8, 9], [1, 2, 4, 9, 9, 9])):
