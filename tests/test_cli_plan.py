@@ -418,6 +418,8 @@ def test_execution_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
     two = said(capsys, recipe, "learner.ranks=2", *gpus)
     ranks = {call["call"]: len(call["slots"]) for call in two["calls"]}
     assert ranks["policy update"] == ranks["old log-probabilities"] == 2
+    chosen = ("learner.ranks=auto", "critic.ranks=auto", "reference.ranks=auto", "learner.tensor_parallel=auto")
+    assert said(capsys, recipe, *chosen, *gpus)["calls"] == told["calls"], "`auto` is no constraint"
     run(recipe, "--execution", "cluster.cpus=4")
     chart = capsys.readouterr().out
     assert all(name in chart for name in names) and "█" in chart and "one after the other" in chart

@@ -14,9 +14,10 @@ from rlhfless_ray.preflight import memory_check
 from rlhfless_ray.preflight.memory_check import DoesNotFit
 from rlhfless_ray.preflight.memory_fit import Fit, fit
 from rlhfless_ray.preflight.memory_needs import Lengths, Need, Room, gb, megabytes
-from rlhfless_ray.preflight.rank_counts import rank_counts
+from rlhfless_ray.preflight.rank_layouts import rank_layouts
 from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.section import AutoCount
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from tests.conftest import ROOT
 from tests.placement.test_memory import QWEN_05B, QWEN_7B, config
@@ -57,8 +58,39 @@ def test_numbers_that_stand_twice_are_equal():
 def test_a_resumed_run_begins_with_the_ranks_that_ran_if_they_still_fit():
     policy = config("qwen2", 128, 384, 3, 4, 4, 100), 700_000
     job = RunMemory.of(Recipe.parse({**TREE, "learner": {"ranks": "auto"}}), LENGTHS, policy=policy)
-    found = [rank_counts(job, lambda: node(64), 4, before) for before in (None, 2, 8)]
+    found = [list(rank_layouts(job, job.recipe.learner, lambda: node(64), 4, before)) for before in (None, 2, 8)]
     assert found == [[1, 2, 4], [2, 1, 4], [1, 2, 4]]
+
+
+def test_each_number_of_ranks_has_its_own_division(tmp_path):
+    """7B in bfloat16 at ZeRO 1 fits no H100, whatever the micro-batch. Ranks begin where a division fits, and each number has its own."""
+    wanted = recipe(folder(tmp_path / "7b", QWEN_7B), learner={"ranks": "auto", "zero_stage": "auto", "tensor_parallel": "auto"})
+    assert "tensor_parallel: auto" in wanted.to_yaml()
+    memory_check.check(RunMemory.of(wanted, LENGTHS), lambda: H100)
+    found = fitted(H100, wanted).job
+    layouts = rank_layouts(found, wanted.learner, lambda: H100, 8)
+    assert next(iter(layouts)) == int(found.recipe.learner.ranks) > 1 and isinstance(found.recipe.learner.ranks, AutoCount)
+    for ranks, layout in layouts.items():
+        given = {"ranks": ranks, "tensor_parallel": layout.tensor_parallel, "zero_stage": layout.zero_stage}
+        assert not fitted(H100, recipe(tmp_path / "7b", learner=given)).note
+    assert len({layout.zero_stage for layout in layouts.values()}) > 1
+
+
+def test_tensor_parallelism_is_more_than_1_where_the_given_stage_does_not_fit(tmp_path):
+    wanted = recipe(
+        folder(tmp_path / "7b", QWEN_7B), policy={"dtype": "float32"}, learner={"tensor_parallel": "auto", "ranks": 2, "zero_stage": 0}
+    )
+    memory_check.check(RunMemory.of(wanted, LENGTHS), lambda: H100)
+    large, small = fitted(Room("gpu", 8, 280_000_000_000), wanted), fitted(H100, wanted)
+    assert [one.job.recipe.learner.tensor_parallel for one in (large, small)] == [1, 2]
+    assert large.reason == "" and small.reason.startswith("learner.tensor_parallel=2 (auto: with 1 an update needs more memory, or slower")
+
+
+def test_a_family_without_tensor_parallelism_falls_back_and_says_so():
+    wanted = Recipe.parse({**TREE, "learner": {"tensor_parallel": "auto", "ranks": 2}})
+    found = fit(RunMemory.of(wanted, LENGTHS, policy=(config("olmo2", 128, 384, 3, 4, 4, 100), 700_000)), lambda: node(64))
+    assert found.job.recipe.learner.tensor_parallel == 1
+    assert found.reason.startswith("learner.tensor_parallel=1 (auto: models of type olmo2 are not tested with it; those of gemma3_text,")
 
 
 def test_a_small_policy_keeps_the_defaults_without_a_look_at_the_memory():

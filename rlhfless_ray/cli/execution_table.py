@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 from rlhfless_ray.cli.memory_table import load_run
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.estimators import ESTIMATORS
+from rlhfless_ray.learn.model_checks import family_refusal
 from rlhfless_ray.learn.overlap_rules import passes
+from rlhfless_ray.preflight.divisions import why_undivided
 from rlhfless_ray.preflight.memory_check import local_room
 from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.section import AutoCount
 
 if TYPE_CHECKING:
     from placement import Objective
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from placement.execution_plan import ExecutionPlan
     from placement.layouts import Fitting
     from placement.speed.call_seconds import CallWork
+    from placement.step_problem import CallModel
     from rlhfless_ray.recipe.learn_sections import CriticConfig, LearnerConfig, ReferenceConfig
 
 NODE = 8  # devices of a node
@@ -50,6 +54,8 @@ def show_execution(path: Path, overrides: list[str], device: str | None, devices
         return
     print("\n".join(chart(plan)))
     print(f"\n{plan.reason}")
+    if why := why_undivided(job):
+        print(why)
     print(f"all calls on as many slots as are fastest, one after the other: {turns_s:.3g} s")
     print("times are the roofline's, for prompts and responses half as long as they may be; a run corrects them by what its calls take")
 
@@ -109,7 +115,7 @@ def _problem(job: RunMemory, longest_tokens: int, device: str | None, devices: i
         if device is None:
             layouts[call.name] = _on_cores(call, recipe, slots, work)
         else:
-            layouts[call.name] = allowed_layouts(call, models[call.model], work, cluster, *_set_numbers(call, recipe))
+            layouts[call.name] = allowed_layouts(call, models[call.model], work, cluster, *_set_numbers(call, recipe, models[call.model]))
     return step_problem(graph, models, work, cluster, seconds, layouts)
 
 
@@ -131,8 +137,11 @@ def step_graph_of(recipe: Recipe) -> StepGraph:
     return lagged(graph) if recipe.rollout.rolls_out_ahead else graph
 
 
-def _set_numbers(call: Call, recipe: Recipe) -> tuple[int | None, int | None]:
-    """Return the number of slots and the tensor parallelism of a call that a recipe sets, None for those that it leaves open."""
+def _set_numbers(call: Call, recipe: Recipe, model: CallModel) -> tuple[int | None, int | None]:
+    """Return the number of slots and the tensor parallelism of a call that a recipe sets, None for those that it leaves open.
+
+    Ranks share no copy of a model of a family that is not tested with it.
+    """
     from placement.calls import Kind
 
     if call.kind is Kind.GENERATE:
@@ -141,8 +150,13 @@ def _set_numbers(call: Call, recipe: Recipe) -> tuple[int | None, int | None]:
     section = _section_of(call, recipe)
     if section is None:
         return None, None
-    given = section.model_fields_set
-    return section.ranks if "ranks" in given else None, section.tensor_parallel if "tensor_parallel" in given else None
+    ranks, shared = (_set_number(section, key) for key in ("ranks", "tensor_parallel"))
+    return ranks, 1 if shared is None and family_refusal(model.config) else shared
+
+
+def _set_number(section: LearnerConfig | CriticConfig | ReferenceConfig, key: str) -> int | None:
+    value: int = getattr(section, key)
+    return value if key in section.model_fields_set and not isinstance(value, AutoCount) else None
 
 
 def _section_of(call: Call, recipe: Recipe) -> LearnerConfig | CriticConfig | ReferenceConfig | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -178,19 +178,23 @@ class LearnStage:
                 if worker_group.working:
                     context.broker.put(worker_group.park())
 
-    def use_ranks(self, counts: Sequence[int]) -> None:
-        """Choose the number of ranks among these from now on, of groups whose number is `auto`. They begin with the first."""
+    def use_layouts(self, by_ranks: Mapping[int, RankLayout]) -> None:
+        """Choose among these layouts of the learner from now on, by their numbers of ranks. It begins with the first, and others follow."""
+        counts, self.by_ranks = list(by_ranks), by_ranks
         self.context.autoscaler.sizing.choose_ranks(counts)
         self.chooses_ranks = len(counts) > 1
         for group in self.worker_groups.all:
-            group.set_layout(self._layouts(counts[0]).get(group.name, group.layout))
+            group.set_layout(self._layouts(counts[0])[group.name])
         if isinstance(self.context.recipe.learner.ranks, AutoCount):
             self.worker_group.find_smaller = self._find_smaller
 
     def _layouts(self, ranks: int) -> dict[str, RankLayout]:
-        """Return the layouts of the groups whose number of ranks is `auto`, where the learner has `ranks`."""
-        numbers = auto_ranks(self.context.recipe, ranks)
-        return {group.name: replace(group.layout, ranks=numbers[group.name]) for group in self.worker_groups.all if group.name in numbers}
+        """Return the layouts of all groups where the learner has `ranks`. A number that is `auto` and the critic's ZeRO stage follow it."""
+        layout, numbers = self.by_ranks[ranks], auto_ranks(self.context.recipe, ranks)
+        found = {group.name: replace(group.layout, ranks=numbers.get(group.name, group.layout.ranks)) for group in self.worker_groups.all}
+        if self.critic is not None:
+            found["critic"] = replace(found["critic"], zero_stage=layout.zero_stage)
+        return found | {"learner": layout}
 
     def _find_smaller(self) -> RankLayout | None:
         """Return a layout of the learner for which there are slots, if there are none for its present ranks."""

@@ -20,12 +20,17 @@ WITH_ROUTERS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 MOST_EXPERTS = 255  # whose numbers `Completion.experts` can hold beside `batch.UNKNOWN_EXPERT`
 
 
+def family_refusal(config: Mapping[str, Any]) -> str:
+    """Return why no number of ranks can share a model with this configuration. Empty if some may."""
+    family = str((config.get("text_config") or config).get("model_type"))
+    return "" if family in DIVIDED else f"models of type {family} are not tested with it; those of {', '.join(DIVIDED)} are"
+
+
 def refusal(config: Mapping[str, Any], width: int) -> str | None:
     """Return why a model with this configuration cannot be divided among `width` ranks, or None."""
+    if why := family_refusal(config):
+        return why
     text = config.get("text_config") or config
-    family = str(text.get("model_type"))
-    if family not in DIVIDED:
-        return f"models of type {family} are not tested with it; those of {', '.join(DIVIDED)} are"
     heads = text.get("num_attention_heads")
     sizes = {
         "attention heads": heads,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
+from rlhfless_ray.preflight.divisions import divisions, on_more_ranks
 from rlhfless_ray.preflight.memory_needs import CPU, GPU, JobMemory, Need, Room, Settings, gb
 from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.preflight.stage_memory import StageMemory
@@ -72,7 +73,7 @@ def check(job: JobMemory, find_room: Callable[[], Room]) -> str:
         largest = {need.who: max(one.bytes for one in alone if one.who == need.who) for need in alone}
         needed = ", ".join(f"{who} {gb(size)}" for who, size in largest.items())
         return f"the memory of a {room.device} is not known here; the run needs at least: {needed}"
-    job = _with_fitting_width(job, room)
+    job = _with_fitting_width(_with_fitting_division(job, room), room)
     need = shortage(job, room)
     if need is not None:
         advice = advise(job, room, lambda changed: shortage(changed, room) is None)
@@ -83,6 +84,17 @@ def check(job: JobMemory, find_room: Callable[[], Room]) -> str:
 def shortage(job: JobMemory, room: Room) -> Need | None:
     """Return the first need that does not fit, or None."""
     return room.first_without_room(job.least(room))
+
+
+def _with_fitting_division(job: JobMemory, room: Room) -> JobMemory:
+    """Return the job with the first division of the learner's state that fits, of those that are left open."""
+    more: JobMemory | None = job
+    while more is not None:
+        for division in divisions(more):
+            if shortage(_with_fitting_width(divided := more.with_settings(division), room), room) is None:
+                return divided
+        more = on_more_ranks(more, room.slots)
+    return job
 
 
 def _with_fitting_width(job: JobMemory, room: Room) -> JobMemory:

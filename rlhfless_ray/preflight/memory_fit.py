@@ -10,20 +10,18 @@ import bisect
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
 from placement import peak_memory
 from placement.peak_memory import UpdateSettings
 from placement.speed.roofline import FEW_SEQUENCES
+from rlhfless_ray.preflight.divisions import divisions, on_more_ranks, why_undivided
 from rlhfless_ray.preflight.memory_check import SMALL_BYTES, DoesNotFit, advise
 from rlhfless_ray.preflight.memory_needs import CPU, JobMemory, Need, Room, Settings, gb, megabytes, statement
 from rlhfless_ray.preflight.run_memory import SURE_SEQUENCES, RunMemory
-from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.rollout_sections import DEFAULT_KV_MB
-from rlhfless_ray.recipe.section import AutoStage
-from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 GROWN_KV_SHARE = 0.1  # largest share of the memory that settings may take for all KV caches beyond 256 MB each
 J = TypeVar("J", bound=JobMemory)
@@ -71,51 +69,42 @@ class Fit(Generic[J]):
 def fit(job: J, find_room: Callable[[], Room]) -> Fit[J]:
     """Choose the settings that are `auto`, see `fit_update`.
 
-    The ZeRO stage is the lowest with which the other settings keep their defaults. If they cannot, it is the one with the fastest settings.
+    Of tensor parallelism and ZeRO stage, the first division is taken with which the other settings keep their defaults. If none does, it
+    is the one with the fastest settings. A number of ranks that is `auto` begins with the fewest that fit.
     """
     find_room = functools.cache(find_room)
-    if not isinstance(job.recipe.learner.zero_stage, AutoStage):
-        return _fit_stage(job, find_room)
-    found: list[Fit[J]] = []
+    found: list[tuple[Fit[J], Settings]] = []
     problem: DoesNotFit | None = None
-    first, *higher = _stages(job.recipe)
-    for stage in (first, *higher):
+    first, *others = divisions(job)
+    for division in (first, *others):
         try:
-            found.append(_fit_stage(job.with_settings({"learner.zero_stage": stage}), find_room))
+            found.append((_fit_division(job.with_settings(division), find_room), division))
         except DoesNotFit as error:
             problem = problem or error
         else:
-            if not found[-1].reason and not found[-1].note:
+            if not found[-1][0].reason and not found[-1][0].note:
                 break
     if not found:
         assert problem is not None
-        raise problem
-    best = min(found, key=_slowness)
-    if (stage := best.job.recipe.learner.zero_stage) == first:
-        return best
-    why = f"learner.zero_stage={stage} (auto: with {first} an update needs more memory, or slower settings)"
-    return replace(best, reason="; ".join(filter(None, (why, best.reason))))
+        if (more := on_more_ranks(job, find_room().slots)) is None:
+            raise problem
+        return fit(more, find_room)
+    best, division = min(found, key=lambda one: _slowness(one[0]))
+    whys = [why_undivided(job), best.reason]
+    if changed := [key for key in division if division[key] != first[key]]:
+        values, before = " and ".join(f"{key}={division[key]}" for key in changed), " and ".join(str(first[key]) for key in changed)
+        whys.insert(1, f"{values} (auto: with {before} an update needs more memory, or slower settings)")
+    return replace(best, reason="; ".join(filter(None, whys)))
 
 
 def _slowness(found: Fit[J]) -> tuple[float, ...]:
     """Return what orders fits by the time that their settings cost, as `peak_memory.choices` does."""
     learner = found.job.recipe.learner
     slower = bool(found.note), learner.offloads_optimizer, learner.overlap == "off", learner.recomputes_activations
-    return *map(float, slower), -learner.max_micro_batch_tokens, learner.zero_stage
+    return *map(float, slower), -learner.max_micro_batch_tokens, learner.tensor_parallel, learner.zero_stage
 
 
-def _stages(recipe: Recipe | SupervisedRecipe) -> Sequence[int]:
-    """Return the ZeRO stages among which `auto` chooses. Those above the first one divide state among ranks, so a single copy has none."""
-    learner = recipe.learner
-    least = 1 if recipe.policy.dtype == "bfloat16" or learner.optimizer_offload is True else 0
-    copies = learner.ranks // learner.tensor_parallel // learner.sequence_parallel
-    most = least if copies < 2 else 2 if learner.tensor_parallel > 1 else 3
-    if isinstance(recipe, Recipe) and recipe.critic.tensor_parallel > 1:
-        most = min(most, 2)
-    return range(least, max(least, most) + 1)
-
-
-def _fit_stage(job: J, find_room: Callable[[], Room]) -> Fit[J]:
+def _fit_division(job: J, find_room: Callable[[], Room]) -> Fit[J]:
     if not isinstance(job, RunMemory):
         return fit_update(job, find_room)
     found = (_fit_with_kv if job.recipe.rollout.kv_cache_mb == "auto" else fit_update)(job, find_room)

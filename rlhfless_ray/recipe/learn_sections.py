@@ -38,9 +38,10 @@ class LearnerConfig(Section):
     ranks: RankCount = 1
     """Number of ranks, which share each batch. `auto`: a run begins with the fewest that fit, and changes their number between steps if
     measured times say that it pays back, or if there are no slots for so many any more. Weights are the same to rounding."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: RankCount = 1
     """Number of ranks that share one copy of the policy (DeepSpeed AutoTP, with `zero_stage` 0, 1 or 2). Each holds a slice of every
-    linear layer, and all of them work on the same samples. It must divide `ranks`, the model's heads and its feed-forward size."""
+    linear layer, and all of them work on the same samples. It must divide `ranks`, the model's heads and its feed-forward size. `auto`:
+    chosen for each number of ranks, 1 unless an update does not fit the memory, or only with slower settings."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of ranks that share each sequence (DeepSpeed-Ulysses, any `zero_stage`). Each computes a slice of its tokens, and attention
     for some of the heads, so activations and logits on a rank are divided by this number. It must divide `ranks` and the model's
@@ -52,8 +53,8 @@ class LearnerConfig(Section):
     max_slots_per_rank: int = Field(1, ge=1)
     """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
     zero_stage: ZeroStage = 0
-    """DeepSpeed ZeRO stage. `auto`: chosen at the start, the lowest with which an update fits the memory. A higher one is never faster: its
-    ranks exchange more."""
+    """DeepSpeed ZeRO stage. `auto`: chosen for each number of ranks, the lowest with which an update fits the memory. A higher one is never
+    faster: its ranks exchange more."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     schedule: ScheduleName = "constant"
