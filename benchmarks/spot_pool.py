@@ -181,7 +181,7 @@ def draw(one: dict[str, Any], path: Path) -> None:
     axis.set_xlim(0, one["seconds"])
     axis.set_ylim(0, ON_DEMAND + NODES * SLOTS + 2)
     axis.set_ylabel("slots")
-    axis.set_xlabel(f"seconds; each stands for {SPEED / 60:g} minutes of the trace")
+    axis.set_xlabel(f"seconds; each stands for {SPEED:g} s of the trace")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     save_svg(figure, path)
