@@ -13,9 +13,9 @@ from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, Decision
 
 @dataclass(frozen=True)
 class RestOfStep:
-    """A step besides its update: seconds, and slot-seconds of all holders.
+    """A step besides the calls of its learn phase: seconds, and slot-seconds of all holders.
 
-    beside: slots that others hold while the update works, parked processes by their price. A shorter update frees them sooner.
+    beside: slots that others hold during these calls, parked processes by their price. Shorter calls free them sooner.
     """
 
     seconds: float = 0.0
@@ -49,24 +49,35 @@ class LearnerRanks:
             raise ValueError("an update needs at least one number of ranks")
         self.sizes = {count: LearnerSize(most_slots, fixed=fixed) for count in counts}
         self.current, self.history = counts[0], ResizeHistory()
+        self.others: dict[tuple[int, int], tuple[float, float]] = {}
+        """Seconds and slot-seconds that other calls of the phase add to an update, by its ranks and slots. Empty if there are none."""
 
     @property
     def size(self) -> LearnerSize:
         """Slots of each of the present ranks."""
         return self.sizes[self.current]
 
-    def steps(self, ranks: int, tokens: float, room: int, rest: RestOfStep) -> list[RankStep]:
-        """Return the steps with an update of so many tokens, by its slots. Empty if `room` slots are too few for the ranks."""
+    def updates(self, ranks: int, tokens: float, room: int) -> list[tuple[float, int]]:
+        """Return seconds and slots of an update of so many tokens. Empty if `room` slots are too few for the ranks."""
         size = self.sizes[ranks]
         counts = [count for count in size.counts if ranks * count <= room]
         measured = [count for count in counts if size.tried[count]]
         if measured:
-            found = [(size.predict(count, tokens), ranks * count) for count in measured]
-        else:
-            tried = [count for count in self.size.counts if self.size.tried[count]]
-            least = min((self.current * count * self.size.predict(count, tokens) for count in tried), default=None)
-            found = [(least / (ranks * count), ranks * count) for count in counts if least is not None]
-        return [RankStep(rest.seconds + s, rest.slot_seconds + (slots + rest.beside) * s, s, slots) for s, slots in found]
+            return [(size.predict(count, tokens), ranks * count) for count in measured]
+        tried = [count for count in self.size.counts if self.size.tried[count]]
+        least = min((self.current * count * self.size.predict(count, tokens) for count in tried), default=None)
+        return [(least / (ranks * count), ranks * count) for count in counts if least is not None]
+
+    def steps(self, ranks: int, tokens: float, room: int, rest: RestOfStep) -> list[RankStep]:
+        """Return the steps with an update of so many tokens, and with the calls that it leaves or that run beside it, by its slots."""
+        found = []
+        for update_s, slots in self.updates(ranks, tokens, room):
+            if self.others and (ranks, slots) not in self.others:
+                continue  # there is no room for the other calls
+            more_s, more_slot_s = self.others.get((ranks, slots), (0.0, 0.0))
+            calls_s, cost = update_s + more_s, slots * update_s + more_slot_s + rest.slot_seconds
+            found.append(RankStep(rest.seconds + calls_s, cost + rest.beside * calls_s, update_s, slots))
+        return found
 
     def decide(
         self,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from placement.call_schedule import Option, Problem
 from placement.calls import TRAIN_CRITIC, TRAIN_POLICY, StepGraph, in_turn, part, with_needs, with_passes_first
-from placement.execution_plan import ExecutionPlan, PlannedCall, plan_again, plan_with
+from placement.execution_plan import ExecutionPlan, PlannedCall, plan_again, plan_at, plan_with
 from placement.layouts import Layout
 from placement.scaling.engine_width import slots as slots_text
 from placement.scaling.learner_size import MIN_TRIALS
-from placement.scaling.resize_policy import Decision
+from placement.scaling.resize_policy import Decision, Hold
 from rlhfless_ray.autoscaler.criteria import Criteria
 from rlhfless_ray.autoscaler.predictor import Predictor
 
@@ -39,6 +39,7 @@ class CallPlanner:
 
     def __init__(self, predictor: Predictor, criteria: Criteria) -> None:
         self.predictor, self.criteria = predictor, criteria
+        self.runs_beside = False  # whether calls run side by side in this phase
         self.obstacle = ""  # why the updates of policy and critic may not run at once
         self.planned: ExecutionPlan | None = None  # in turn, to which the step on trial is compared
         self.layouts: list[dict[str, Layout]] = [{}, {}]  # found in turn, and side by side
@@ -51,7 +52,7 @@ class CallPlanner:
             decision: of the policy's update, if it were alone.
             room: slots that the run may hold for all calls together.
         """
-        self.planned = None
+        self.planned, self.runs_beside = None, False
         return self.predictor.safely(
             "planning calls of the learn phase",
             lambda: self._plan(graph, calls, decision, room),
@@ -66,6 +67,25 @@ class CallPlanner:
                 self.layouts[kind] = plan_again(problem, self.layouts[kind], self.criteria.value_per_s).layouts
 
         self.predictor.safely("searching plans of the learn phase", find, lambda: None)
+
+    def price_ranks(self, graph: StepGraph, on_ranks: Mapping[int, Mapping[str, CallToPlan]], room: int) -> None:
+        """Tell the choice of ranks what the other calls add to an update. `on_ranks`: the calls as they would be, by the learner's ranks.
+
+        They run as they do now, side by side or in turn. Each number of ranks and slots takes a search: call it while the learner works.
+        """
+        learners, value_per_s = self.predictor.learners, self.criteria.value_per_s
+
+        def price() -> None:
+            found = {}
+            for ranks, calls in on_ranks.items():
+                for update_s, slots in learners.updates(ranks, calls[TRAIN_POLICY].tokens, room):
+                    problem = self._problems(graph, calls, Hold(slots // ranks, ""), room)[self.runs_beside]
+                    update = [Option(Layout(ranks, threads=slots // ranks), update_s)]
+                    plan = plan_at(replace(problem, options={**problem.options, TRAIN_POLICY: update}), value_per_s)
+                    found[ranks, slots] = plan.seconds - update_s, plan.slot_seconds - slots * update_s
+            learners.others = found
+
+        self.predictor.safely("pricing other numbers of ranks", price, learners.others.clear)
 
     def _plan(self, graph: StepGraph, calls: Mapping[str, CallToPlan], decision: Decision, room: int) -> ExecutionPlan:
         predictor, value_per_s, plans = self.predictor, self.criteria.value_per_s, []
@@ -87,7 +107,8 @@ class CallPlanner:
         if all(predictor.terms.calls.knows(name) for name in calls if name != TRAIN_POLICY) and predictor.learner.is_measured:
             self.planned = turns
         trial = predictor.terms.side_by_side
-        chosen, what = (beside, "calls run side by side") if trial.decide() else (turns, TURNS)
+        self.runs_beside = trial.decide()
+        chosen, what = (beside, "calls run side by side") if self.runs_beside else (turns, TURNS)
         why = f"; updates take turns: {self.obstacle}" if self.obstacle and TRAIN_CRITIC in calls else ""
         return replace(chosen, reason=f"{what} ({times}; {trial.reason}): {chosen.reason}{why}")
 
@@ -124,9 +145,11 @@ class CallPlanner:
             if name != TRAIN_POLICY:
                 layout = plan[name].layout
                 predictor.terms.calls.observe(name, layout.ranks, layout.threads, tokens[name], seconds)
+        slot_s = sum(slots * seconds for slots, seconds in took.values())
+        predictor.calls_took = wall_s, slot_s
         if planned is not None:
-            worth = sum(slots * seconds for slots, seconds in took.values()) + value_per_s * wall_s
-            predictor.terms.side_by_side.observe(plan.graph != planned.graph, worth / planned.value(value_per_s))
+            worth = (slot_s + value_per_s * wall_s) / planned.value(value_per_s)
+            predictor.terms.side_by_side.observe(plan.graph != planned.graph, worth)
 
 
 def _unplanned(graph: StepGraph, calls: Mapping[str, CallToPlan], decision: Decision) -> ExecutionPlan:

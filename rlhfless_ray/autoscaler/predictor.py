@@ -43,8 +43,9 @@ class Predictor:
         self.update_s = 0.0  # duration of the last update
         self.passes_s = 0.0  # duration of the passes before it
         self.step_s = 0.0  # duration of the last step, without evaluation
-        self.beside_update = 0.0  # slots that other functions than the learner held in it
-        self.rest_of_step = RestOfStep()  # of the last step without an evaluation
+        self.calls_took = 0.0, 0.0  # seconds and slot-seconds of the calls of the last learn phase
+        self.beside_calls = 0.0  # slots that other functions held meanwhile
+        self.rest_of_step = RestOfStep()  # besides these calls, of the last step without an evaluation
         self.tokens_per_step = 1.0  # tokens of a sequence in an engine step of the last rollout: more than one with drafts
         self.pending_steps: list[EngineSteps] = []  # step records that the speed is not fitted to yet
         self.pending_of_pools: list[tuple[str, EngineSteps]] = []  # the same by pool of nodes
@@ -171,9 +172,9 @@ class Predictor:
         """
         self.step_s = wall_s - phases.get("eval", 0.0)
         if self.step_s == wall_s:
-            held = self.ranks * self.learner_slots + self.beside_update
-            rest_s, rest_slot_s = wall_s - self.update_s, slot_s - held * self.update_s
-            self.rest_of_step = RestOfStep(max(0.0, rest_s), max(0.0, rest_slot_s), self.beside_update)
+            calls_s, calls_slot_s = self.calls_took
+            rest_slot_s = slot_s - calls_slot_s - self.beside_calls * calls_s
+            self.rest_of_step = RestOfStep(max(0.0, wall_s - calls_s), max(0.0, rest_slot_s), self.beside_calls)
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
         if self.recipe.rollout.rolls_out_ahead:  # the learn phase includes the next step's prefill and rollout
             self.terms.outside.observe(0.0, wall_s - sum(phases.get(name, 0.0) for name in ("rollout", "score", "learn", "eval")))
@@ -182,8 +183,8 @@ class Predictor:
         self.terms.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
 
     def observe_update(self, slots: int, samples: Sequence[Sample], seconds: float) -> None:
-        """Record an update's duration. `slots`: per rank."""
-        self.update_s, self.learner_slots = seconds, slots
+        """Record an update's duration, after which other calls of the learn phase may be recorded. `slots`: per rank."""
+        self.update_s, self.learner_slots, self.calls_took = seconds, slots, (seconds, self.ranks * slots * seconds)
         self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
 
     def observe_passes(self, samples: Sequence[Sample], seconds: float) -> None:

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -274,13 +274,13 @@ class Ledger:
         """Return slot-seconds of the leases held by functions of a kind, in the rows from `since_row` on."""
         return sum(row.seconds * row.slots for row in self._since(since_row) if row.kind == kind)
 
-    def beside(self, kind: str, seconds: float) -> float:
+    def beside(self, kinds: Collection[str], seconds: float) -> float:
         """Return how many slots functions of other kinds held on average in the last seconds. Parked processes count by their price."""
         now = time.time()
         since_s = now - seconds
-        held_s = sum((one.slots or one.parked) * (now - max(one.from_s, since_s)) for one in self.open.values() if one.kind != kind)
+        held_s = sum((one.slots or one.parked) * (now - max(one.from_s, since_s)) for one in self.open.values() if one.kind not in kinds)
         for row in itertools.takewhile(lambda row: row.to_s + self.started_s > since_s, reversed(self.rows)):
-            if row.kind != kind:
+            if row.kind not in kinds:
                 held_s += row.slots * (row.to_s - max(row.from_s, since_s - self.started_s))
         return held_s / seconds
 

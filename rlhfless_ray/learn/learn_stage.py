@@ -209,8 +209,9 @@ class LearnStage:
         autoscaler, self.resized = self.context.autoscaler, {}
         if not self.chooses_ranks or not self.worker_group.working:
             return
-        if update_s := autoscaler.predictor.update_s:
-            autoscaler.predictor.beside_update = self.context.ledger.beside(self.worker_group.pool.kind, update_s)
+        if calls_s := autoscaler.predictor.calls_took[0]:
+            kinds = {group.pool.kind for group in self.worker_groups.all}
+            autoscaler.predictor.beside_calls = self.context.ledger.beside(kinds, calls_s)
         decision = autoscaler.sizing.decide_ranks(self.number, self._room())
         if decision.actors != autoscaler.predictor.ranks:
             done = self.worker_groups.resize(self._layouts(decision.actors))
@@ -235,7 +236,7 @@ class LearnStage:
             starts[TRAIN_CRITIC] = self.critic, partial(self.critic.start_update, replace(batch, experts=None))
         self.update = Pending(UpdateStats)
         self.calls.start(starts)
-        self.calls.search()
+        self.calls.search({ranks: self._layouts(ranks) for ranks in self.by_ranks} if self.chooses_ranks else {})
         if self.critic is not None and (frozen or self.worker_groups.shares_slots):  # engines need its slots beside the policy's update
             self.calls.runner.end(TRAIN_CRITIC)
             self.context.broker.put(self.critic.park())

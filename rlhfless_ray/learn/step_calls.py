@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.call_runner import CallRunner, CallTime, GroupCall
 from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.learn.logprob_passes import StepPasses
+from rlhfless_ray.learn.rank_settings import RankLayout
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample
@@ -39,6 +41,7 @@ class StepCalls:
         self.plan: ExecutionPlan | None = None  # of the phase that runs; None if the learner is the only worker group
         self.planned: tuple[dict[str, CallToPlan], Decision, int] | None = None  # what it is made of
         self.tokens: dict[str, float] = {}  # of each planned call
+        self.callers: dict[str, WorkerGroup] = {}  # of each call
         self.times: dict[str, CallTime] = {}  # of the calls of the step that have ended
 
     # ---- the plan ---------------------------------------------------------------------------------------------
@@ -52,6 +55,7 @@ class StepCalls:
         calls = {name: self._planned(*of) for name, of in found.items() if name in wanted and of[1]}
         updates = {TRAIN_CRITIC: self.groups.critic, TRAIN_POLICY: self.groups.learner}
         calls |= {name: self._planned(group, samples) for name, group in updates.items() if group is not None}
+        self.callers = {kind.call: kind.worker_group for kind in self.passes.each} | {n: g for n, g in updates.items() if g is not None}
         self.tokens = {name: call.tokens for name, call in calls.items()}
         self.planned = calls, decision, self._room()
         self.plan = self.context.autoscaler.calls.plan(self.graph, *self.planned)
@@ -59,10 +63,20 @@ class StepCalls:
         if self.groups.critic is not None and self.plan.has_beside(TRAIN_CRITIC, TRAIN_POLICY):
             self.groups.update_slots = self._slots(TRAIN_CRITIC, self.groups.critic)
 
-    def search(self) -> None:
-        """Search the plan of the next phase, while the updates work."""
-        if self.planned is not None:
-            self.context.autoscaler.calls.search(self.graph, *self.planned)
+    def search(self, layouts: Mapping[int, Mapping[str, RankLayout]]) -> None:
+        """Search the plan of the next phase, while the updates work, and what its calls take on other numbers of ranks.
+
+        `layouts`: of each worker group, by the learner's ranks.
+        """
+        if self.planned is None:
+            return
+        planner, (calls, decision, room) = self.context.autoscaler.calls, self.planned
+        planner.search(self.graph, calls, decision, room)
+        on_ranks = {
+            ranks: {name: replace(call, ranks=of_groups[self.callers[name].name].ranks) for name, call in calls.items()}
+            for ranks, of_groups in layouts.items()
+        }
+        planner.price_ranks(self.graph, on_ranks, room)
 
     def _planned(self, group: WorkerGroup, samples: Sequence[Sample]) -> CallToPlan:
         return CallToPlan(group.ranks, float(sum(len(one.completion.token_ids) for one in samples)))

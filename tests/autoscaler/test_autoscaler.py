@@ -256,7 +256,7 @@ def test_a_checkpoint_names_the_ranks_and_an_older_one_has_the_times_of_one_numb
 def test_a_step_has_what_its_update_did_not_take() -> None:
     auto = Autoscaler(recipe(), SPEED)
     auto.predictor.observe_update(1, answers(prompts()), 0.5)
-    auto.predictor.beside_update = 0.5
+    auto.predictor.beside_calls = 0.5
     auto.predictor.observe_step({"rollout": 1.0}, 2.0, 64, 3.0)
     assert auto.predictor.rest_of_step == RestOfStep(1.5, 2.25, 0.5)
     auto.predictor.observe_step({"rollout": 1.0, "eval": 20.0}, 22.0, 64, 40.0)

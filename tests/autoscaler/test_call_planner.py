@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,22 @@ def test_the_search_beside_the_update_is_what_the_next_phase_takes_unless_it_is_
     assert time.monotonic() - began_s < 5.0, "50 ms on an idle core"
     assert plan(autoscaler, 4, decision=2).layouts[TRAIN_POLICY].threads == 2
     assert plan(autoscaler, 4, decision=1).layouts[TRAIN_POLICY].threads == 1, "two are not possible: it is searched at once"
+
+
+def test_ranks_are_priced_with_all_calls_of_the_phase() -> None:
+    autoscaler = planner(learner={"ranks": "auto"})
+    autoscaler.sizing.choose_ranks([1, 2])
+    for _ in range(8):
+        took(autoscaler, plan(autoscaler, 4), 1.0)
+    for runs_beside in (False, True):
+        autoscaler.calls.runs_beside = runs_beside
+        on_ranks = {ranks: {name: replace(call, ranks=ranks) for name, call in CALLS.items()} for ranks in (1, 2)}
+        autoscaler.calls.price_ranks(GRAPH, on_ranks, 4)
+        found = autoscaler.predictor.learners.others
+        assert found.keys() == {(1, 1), (2, 2)}, "two ranks are taken to need the slot-seconds of one"
+        for ranks in (1, 2):
+            seconds, slot_seconds = (0.3 if runs_beside else 1.3), 1.3
+            assert found[ranks, ranks] == pytest.approx((seconds / ranks, slot_seconds), rel=0.05)
 
 
 def test_a_plan_that_saves_next_to_nothing_changes_no_slots() -> None:

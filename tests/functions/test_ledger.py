@@ -118,8 +118,8 @@ def test_slots_beside_a_function_are_those_of_the_others_in_the_same_seconds(clo
     clock.now += 2
     ledger.release("M")
     clock.now += 2
-    assert ledger.beside("learner", 4.0) == pytest.approx((2 + 0.25 * 4) / 4)
-    assert ledger.beside("learner", 1.0) == pytest.approx(0.25)
+    assert ledger.beside(["learner"], 4.0) == pytest.approx((2 + 0.25 * 4) / 4)
+    assert ledger.beside(["learner"], 1.0) == pytest.approx(0.25)
 
 
 def test_spans_are_clipped_and_overlaps_counted_once(clock: Clock) -> None:

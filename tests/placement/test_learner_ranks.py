@@ -86,6 +86,16 @@ def test_slots_that_others_hold_during_the_update_are_part_of_its_price() -> Non
     assert isinstance(found, Grow) and found.actors == 2, "3 · 0.6 slot-s against 4 · 0.4"
 
 
+def test_an_update_beside_a_longer_call_gains_nothing_from_more_ranks() -> None:
+    """The critic's update on one slot takes 2.5 s in any case. In turn, it takes as long on as many slots as the policy's."""
+    beside, in_turn = taught({1: 2.0}, 1), taught({1: 2.0}, 1)
+    beside.others = {(count, count): (2.5 - 2.0 / count, 2.5) for count in (1, 2, 4)}
+    in_turn.others = {(count, count): (2.0 / count, 2.0) for count in (1, 2, 4)}
+    assert isinstance(decided(beside), Hold) and decided(in_turn).actors == 4
+    in_turn.others.pop((4, 4))
+    assert decided(in_turn).actors == 2, "for 4 there is no room beside the others"
+
+
 @pytest.mark.parametrize("value", [0.0, 10.0])
 def test_seconds_have_the_given_worth_with_a_deadline_or_a_budget_of_the_rollout(value: float) -> None:
     ranks = taught({1: 0.6, 2: 0.4, 4: 0.4}, 1)
