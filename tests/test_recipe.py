@@ -448,7 +448,7 @@ AGENT = {"prompts": {"task": "chain"}, "agent": {"path": "agent.py"}}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"reward": {"function": "task"}}, "reward.function: the agent of agent.path gives the rewards; leave it out"),
+        ({"reward": {"function": "task"}}, "reward.function: the agent gives the rewards; leave it out"),
         ({"rollout": {"migrate": "tau"}}, "rollout.migrate: turns of an agent are not moved between engines"),
         ({"agent": {"turn_tokens": 4}, "reward": {"function": "task"}}, "agent.path: name the agent's file"),
         ({"agent": {"path": "agent.py", "timeout_s": 0}}, "`agent.timeout_s`"),

@@ -20,7 +20,7 @@ import numpy as np
 
 from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
-from rlhfless_ray.agent.load_agent import AgentSource, Player
+from rlhfless_ray.agent.episode_source import EpisodePlayer, EpisodeSource
 from rlhfless_ray.agent.messages import AgentHung, CpuTime, EpisodeEnd, EpisodePort, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.agent.multi_turn_loop import AgentError, check_sampling, min_tokens_of, stop_conditions
 from rlhfless_ray.agent.sampling_params import SamplingParams
@@ -40,9 +40,9 @@ class AgentActor:
     concurrency_groups: ClassVar = {"control": 1}  # `answer` runs beside `play`
 
     def __init__(
-        self, source: AgentSource, files: Files, trust_remote_code: bool, max_length: int, timeout_s: float, turn_tokens: int | None = None
+        self, source: EpisodeSource, files: Files, trust_remote_code: bool, max_length: int, timeout_s: float, turn_tokens: int | None = None
     ) -> None:
-        """Load the agent file.
+        """Create the player.
 
         Args:
             files: the policy's folder; only its tokenizer is used.
@@ -59,7 +59,7 @@ class AgentActor:
         self.heartbeat_s = time.monotonic()
         threading.Thread(target=self._run_loop, name="agents", daemon=True).start()
         player = asyncio.run_coroutine_threadsafe(self._create_player(source), self.loop)
-        self.player: Player = player.result()
+        self.player: EpisodePlayer = player.result()
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -70,8 +70,8 @@ class AgentActor:
         self.heartbeat_s = time.monotonic()
         self.loop.call_later(HEARTBEAT_S, self._heartbeat)
 
-    async def _create_player(self, source: AgentSource) -> Player:
-        return Player(source, self.tokenizer, self.max_length)  # inside the loop, because an executor's constructor may need it
+    async def _create_player(self, source: EpisodeSource) -> EpisodePlayer:
+        return source.player(self.tokenizer, self.max_length)  # inside the loop, because an executor's constructor may need it
 
     def ready(self) -> bool:
         return True
@@ -133,6 +133,10 @@ class AgentActor:
     # ---- in the loop ------------------------------------------------------------------------------------------
 
     async def _play(self, episode_port: EpisodePort) -> None:
+        async with self.player.seats:
+            await self._play_seated(episode_port)
+
+    async def _play_seated(self, episode_port: EpisodePort) -> None:
         start = episode_port.start
         episode_port.task = asyncio.current_task()
         given = SamplingParams(

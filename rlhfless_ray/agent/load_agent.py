@@ -11,19 +11,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.agent.engine_api import AgentEngine, Generate
 from rlhfless_ray.agent.episode import BadEpisode, Episode
+from rlhfless_ray.agent.episode_source import EpisodeSource
 from rlhfless_ray.agent.multi_turn_loop import AgentError, play
 from rlhfless_ray.agent.openrlhf_classes import AgentExecutorBase, AgentInstanceBase
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.reward.source import Source
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.reward.values import describe_exception
 
@@ -37,10 +38,8 @@ CONTRACT = "write `class AgentExecutor(MultiTurnAgentExecutor)`, whose construct
 
 
 @dataclass(frozen=True)
-class AgentSource(Source):
-    """An agent file. It pickles. Samples come with their rewards, so no process scores them."""
-
-    pool_kind: ClassVar[str] = "agent"
+class AgentSource(EpisodeSource):
+    """An agent file. It pickles."""
 
     file: UserFile
     contract: str  # "step", "queue" (0.8.7 – 0.9.0) or "executor"
@@ -54,6 +53,13 @@ class AgentSource(Source):
         where = f"{KEY} {path}"
         file = UserFile.read(str(SHIPPED.get(path, path)), where)
         return cls(file, _find_contract(file.checked_module(where), where))
+
+    @property
+    def where(self) -> str:
+        return f"{KEY} {self.file.path}"
+
+    def player(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Player:
+        return Player(self, tokenizer, max_length)
 
 
 def _find_contract(module: ModuleType, where: str) -> str:
@@ -90,6 +96,7 @@ class Player:
 
     def __init__(self, source: AgentSource, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         self.source, self.tokenizer, self.max_length = source, tokenizer, max_length
+        self.seats: AbstractAsyncContextManager[object] = nullcontext()
         self.executor: Any = None
         if source.contract != "step":
             executor_class = source.file.module().AgentExecutor

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from rlhfless_ray.agent.engine_api import PolicyReply
-from rlhfless_ray.agent.load_agent import KEY, AgentSource
+from rlhfless_ray.agent.episode_source import EpisodeSource
 from rlhfless_ray.agent.messages import AgentHung, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.isolated_call import call_begins, isolated_main, run_isolated
@@ -21,15 +21,15 @@ from rlhfless_ray.weights.tensor_file import Files
 TURNS = 3  # turns of the policy per episode: an agent that gets this far fulfils the contract
 
 
-def dry_play(recipe: Recipe, source: AgentSource, prompts: list[Prompt], files: Files) -> None:
+def dry_play(recipe: Recipe, source: EpisodeSource, prompts: list[Prompt], files: Files) -> None:
     """Play two episodes with the first prompts. The policy's turns are empty in one of them, and the label in the other.
 
     Raises UserError if the executor cannot be created, or if both episodes fail, hang or end the process. An agent may fail
     one of them for a good reason.
     """
-    where, section, column = f"{KEY} {source.file.path}", recipe.agent, recipe.answer_column
+    where, section, column = source.where, recipe.agent, recipe.answer_column
     longest = recipe.longest_tokens(max(len(prompt.token_ids) for prompt in prompts))
-    tasks = [(prompts[k % len(prompts)].text, prompts[k % len(prompts)].row.get(column, "") if column else "") for k in range(2)]
+    tasks = [(prompts[k % len(prompts)].text, source.label(prompts[k % len(prompts)].row, column)) for k in range(2)]
     arguments = source, without_weights(files), recipe.policy.trust_remote_code, longest, section.timeout_s
     errors = run_isolated(__name__, (arguments, tasks), (TURNS + 2) * section.timeout_s, where, "a dry run", "end")
     if all(errors):

@@ -33,7 +33,7 @@ class Predictor:
         self.recipe = recipe
         self.samples = recipe.rollout.samples_per_prompt
         self.engines = EngineSpeeds(recipe.rollout.least_width, first_speed)
-        limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
+        limit = recipe.rollout.max_tokens if not recipe.agent.is_used else None  # multi-turn responses have no limit
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
         self.terms = Measurements()
         self.learners = LearnerRanks([recipe.learner.ranks], recipe.learner.max_slots_per_rank, fixed=recipe.run.exact)

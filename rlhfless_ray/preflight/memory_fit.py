@@ -251,7 +251,7 @@ def _sequences_at_once(job: RunMemory) -> int:
     rollout = job.recipe.rollout
     share = rollout.begun_share if rollout.partial != "off" else 1
     samples = math.ceil(share * job.recipe.prompts.batch_prompts) * rollout.samples_per_prompt
-    return samples if job.recipe.agent.path else min(samples, rollout.max_running)
+    return samples if job.recipe.agent.is_used else min(samples, rollout.max_running)
 
 
 def _with_larger_kv(found: Fit[RunMemory], whole: int, find_room: Callable[[], Room]) -> Fit[RunMemory]:

@@ -141,7 +141,7 @@ def check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, re
             cell = cell_of(row, prompt_column)
         except ValueError as error:
             raise UserError(f"{where}, {name}: {error}; fix or remove the row") from None
-        is_read_as_text = isinstance(row[prompt_column], str) and bool(recipe.agent.path)  # an agent may read the turns of a text itself
+        is_read_as_text = isinstance(row[prompt_column], str) and recipe.agent.is_used  # an agent may read the turns of a text itself
         if is_conversation(cell) and not is_chat and not is_read_as_text:
             raise UserError(
                 f"{where}, {name}: the prompt in column `{prompt_column}` is a list of turns, which only a chat template renders; set "

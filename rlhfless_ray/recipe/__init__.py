@@ -75,7 +75,7 @@ class Recipe(RecipeFile):
     @property
     def scores(self) -> bool:
         """Whether responses get a reward."""
-        return bool(self.reward.function or self.reward.url or self.reward.model_path or self.agent.path)
+        return bool(self.reward.function or self.reward.url or self.reward.model_path or self.agent.is_used)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Recipe:
@@ -201,8 +201,8 @@ class Recipe(RecipeFile):
         if rollout.prefix_kv != "off" or rollout.partial_kv == "keep":
             wrong = "rollout.prefix_kv to off" if rollout.prefix_kv != "off" else "rollout.partial_kv to recompute"
             yield f"{key}: KV pages that an engine gets come without the routers' choices; set {wrong}"
-        if self.agent.path:
-            yield f"{key}: not available with agents; set it to false, or leave agent.path out"
+        if self.agent.is_used:
+            yield f"{key}: not available with agents; set it to false, or leave section agent out"
 
     def _mistakes_in_drafter(self) -> Iterator[str]:
         """Check the model that drafts."""
@@ -227,7 +227,7 @@ class Recipe(RecipeFile):
         rollout = self.rollout
         if rollout.partial_kv == "keep" and rollout.partial != "continue":
             yield "rollout.partial_kv: only responses that continue have KV to keep; set rollout.partial to continue"
-        if rollout.partial_kv == "keep" and self.agent.path:
+        if rollout.partial_kv == "keep" and self.agent.is_used:
             yield "rollout.partial_kv: an agent plays an unfinished episode again from its beginning, so leave it out"
         if rollout.partial_kv == "keep" and self.lora.publish == "adapter":
             yield "rollout.partial_kv: engines that hold an adapter keep no KV pages; set lora.publish to merged"
@@ -267,13 +267,15 @@ class Recipe(RecipeFile):
         if self.reward.function == "task" and not self.prompts.task:
             yield "reward.function: `task` needs a built-in task in prompts.task"
         sources = [name for name in ("function", "url", "model_path") if getattr(self.reward, name)]
-        if self.agent.path and sources:
-            yield f"reward.{sources[0]}: the agent of agent.path gives the rewards; leave it out"
-        if self.agent.path and self.rollout.migrate == "tau":
+        if self.agent.path and self.agent.command:
+            yield "agent.command: the agent is the file of agent.path; set one of them"
+        if self.agent.is_used and sources:
+            yield f"reward.{sources[0]}: the agent gives the rewards; leave it out"
+        if self.agent.is_used and self.rollout.migrate == "tau":
             yield "rollout.migrate: turns of an agent are not moved between engines; leave it at `auto`, or set `off`"
-        if not self.agent.path and self.agent != AgentConfig():
-            yield "agent.path: name the agent's file, or leave the section out"
-        if self.learns and not sources and not self.agent.path:
+        if not self.agent.is_used and self.agent != AgentConfig():
+            yield "agent.path: name the agent's file, or a program in agent.command, or leave the section out"
+        if self.learns and not sources and not self.agent.is_used:
             yield "reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path"
         if len(sources) > 1:
             yield f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}"

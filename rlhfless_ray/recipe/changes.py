@@ -27,7 +27,7 @@ UNLEARNED: Mapping[str, Collection[str] | None] = {
         *("ranks", "tensor_parallel", "nodes", "micro_batch_tokens", "batch_samples", "workers"),
         *("timeout_s", "deadline_s", "max_failed_share"),
     },
-    "agent": {"timeout_s", "processes"},
+    "agent": {"timeout_s", "processes", "programs"},
     "learner": {
         *("ranks", "tensor_parallel", "sequence_parallel", "nodes", "max_slots_per_rank", "zero_stage", "optimizer_offload", "pack_rows"),
         *("micro_batch_tokens", "share_prompts", "overlap", "gradient_checkpointing", "max_skipped_updates", "deadline_s"),

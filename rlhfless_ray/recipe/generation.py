@@ -90,8 +90,8 @@ class GenerationRecipe(Recipe):
                 left_out += [f"{section}.{key}" for key in own if key in dropped]
         if isinstance(own := tree.get("prompts"), dict) and own.get("shuffle"):
             left_out.append("prompts.shuffle")
-        if isinstance(agent := tree.get("agent"), dict) and agent.get("path"):
-            raise UserError(f"{where}: agent.path: `rlhfless generate` and `evaluate` have no agents; name a reward instead, or none")
+        if isinstance(agent := tree.get("agent"), dict) and (agent.get("path") or agent.get("command")):
+            raise UserError(f"{where}: agent: `rlhfless generate` and `evaluate` have no agents; name a reward instead, or none")
         tree = merge_sections(FIXED, tree, wins=True)
         tree = merge_sections({"prompts": {"batch_prompts": BATCH_PROMPTS, **({} if tree.get("reward") else {"answer_column": ""})}}, tree)
         if isinstance(run := tree["run"], dict) and not run.get("name"):

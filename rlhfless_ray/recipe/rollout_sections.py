@@ -203,6 +203,11 @@ class AgentConfig(Section):
     path: LocalPath = ""
     """A Python file with a class `AgentExecutor`, or another of OpenRLHF's contracts (see docs/agents.md), or `calculator`. It
     returns feedback after each turn of the policy, and the reward. Empty: a response is one turn, and section `reward` names the source."""
+    command: str = ""
+    """Command line of a program that plays episodes and reaches the policy over HTTP with any OpenAI client (see docs/agents.md). It reads a
+    row as a line of JSON, and writes a line of JSON with `reward`. `python` is the Python that runs the training. Set this or `path`."""
+    programs: int = Field(16, ge=1)
+    """Maximum processes of `command` at the same time, in each of `processes`. Each plays one episode at a time."""
     max_tokens: int | None = Field(None, ge=2)
     """Maximum tokens of an episode, including the first observation and everything the agent writes. None: those of the longest prompt
     and response together."""
@@ -212,6 +217,11 @@ class AgentConfig(Section):
     """Time limit for the agent between two turns of the policy. Beyond it the sample gets an error."""
     processes: int = Field(1, ge=1)
     """Processes among which a step's episodes are divided. The agents of a process share an event loop."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether samples are episodes of an agent."""
+        return bool(self.path or self.command)
 
 
 class RewardConfig(Section):

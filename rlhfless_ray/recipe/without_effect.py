@@ -86,8 +86,8 @@ OF_RUNS: tuple[UnusedKeys[Recipe], ...] = (
         "only reward.url and reward.model_path use it, and neither is set",
         lambda r: not r.reward.url and not r.reward.model_path,
     ),
-    UnusedKeys(SCORING, "the agent of agent.path gives the rewards", lambda r: r.agent.path),
-    UnusedKeys("reward.overlong_feedback", "agent.path names no agent", lambda r: not r.agent.path),
+    UnusedKeys(SCORING, "the agent gives the rewards", lambda r: r.agent.is_used),
+    UnusedKeys("reward.overlong_feedback", "agent.path and agent.command name no agent", lambda r: not r.agent.is_used),
     UnusedKeys(
         "algorithm.kl.estimator algorithm.kl.place algorithm.kl.limit algorithm.kl.unbiased_gradient",
         "algorithm.kl.coefficient is 0",

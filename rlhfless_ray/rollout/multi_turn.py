@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +33,12 @@ class EpisodeTurns(RequestSource):
 
     samples: EpisodeSamples
 
-    def __init__(self, agents: AgentProcesses, answer_column: str, wanted: WantedResponses) -> None:
-        """`answer_column`: of an episode's label, or "". The wanted requests are the episodes: each turn determines its token ids."""
+    def __init__(self, agents: AgentProcesses, label_of: Callable[[JsonObject], Any], wanted: WantedResponses) -> None:
+        """`label_of`: the label of a row. The wanted requests are the episodes: each turn determines its token ids."""
         requests, before = wanted.requests, wanted.before
         self.samples = EpisodeSamples(requests, wanted.prompts, wanted.version)
         prompts = [self.samples.prompts[request.id.row] for request in requests]
-        labels = [prompt.row.get(answer_column, "") if answer_column else "" for prompt in prompts]
+        labels = [label_of(prompt.row) for prompt in prompts]
         self.token_log, self.total = TokenLog([]), len(requests)
         self.agents, self.episodes, self.tokens = agents, requests, wanted.expected
         self.version, self.cuts = wanted.version, wanted.cuts

@@ -81,7 +81,7 @@ class RolloutStage:
         self.traffic = WeightTraffic()
         rollout = context.recipe.rollout
         self.drafts = SharedDrafts(drafter) if rollout.speculation != "off" else None
-        rule = "off" if context.recipe.agent.path else rollout.migrate  # the remaining length of an episode cannot be forecast
+        rule = "off" if context.recipe.agent.is_used else rollout.migrate  # the remaining length of an episode cannot be forecast
         self.migration = MigrationPolicy(
             rule, rollout.migrate_tau, carries, context.autoscaler.safely, partial(context.autoscaler.steps.takes, "moves")
         )

@@ -70,7 +70,7 @@ class RunRecorder:
             "cost/total_money": total["money"],
             "cost/rollout_slot_s": self.ledger.held_slot_s("rollout", first_row),
             **self._of_pools(first_row),
-            **({"cost/agent_core_s": self.ledger.unleased_core_s("agent", first_row)} if self.recipe.agent.path else {}),
+            **({"cost/agent_core_s": self.ledger.unleased_core_s("agent", first_row)} if self.recipe.agent.is_used else {}),
         }
 
     def _of_pools(self, first_row: int) -> JsonObject:
@@ -178,7 +178,7 @@ class RunRecorder:
     def _longest_total(self) -> int:
         """Return the maximum number of tokens of prompt and response together."""
         rollout, agent = self.recipe.rollout, self.recipe.agent
-        if agent.path and agent.max_tokens is not None:
+        if agent.is_used and agent.max_tokens is not None:
             return agent.max_tokens
         return rollout.max_total_tokens or self.recipe.prompts.max_prompt_tokens + rollout.max_tokens
 

@@ -30,6 +30,10 @@ def load_reward(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
         from rlhfless_ray.agent.load_agent import AgentSource
 
         return AgentSource.load(recipe.agent.path)
+    if recipe.agent.command:
+        from rlhfless_ray.door.command_agent import CommandSource
+
+        return CommandSource.load(recipe.agent.command, recipe.agent.programs)
     if reward.url:
         from rlhfless_ray.reward.http_reward import HttpSource
 

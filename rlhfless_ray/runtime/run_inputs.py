@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.agent.load_agent import AgentSource
+from rlhfless_ray.agent.episode_source import EpisodeSource
 from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.common.vllm_install import check_vllm
 from rlhfless_ray.learn.model_checks import check_division
@@ -99,7 +99,7 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     prompts = load_prompts(recipe, tokenizer, files)
     check_vocabulary(prompts, tokenizer, text_config(files).get("vocab_size"))
     reward_source = load_reward(recipe, tokenizer)
-    if isinstance(reward_source, AgentSource):
+    if isinstance(reward_source, EpisodeSource):
         dry_play(recipe, reward_source, prompts.train, files)
     if recipe.learns and (note := check_references(reward_source, [*prompts.train, *prompts.heldout])):
         prompts = replace(prompts, notes=(*prompts.notes, note))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ import ray
 from placement.memory import VALUE_BYTES
 from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
-from rlhfless_ray.agent.load_agent import AgentSource
+from rlhfless_ray.agent.episode_source import EpisodeSource
 from rlhfless_ray.engine.engine_settings import engine_settings
 from rlhfless_ray.functions.engine_pools import EnginePools
 from rlhfless_ray.functions.failure_budget import FailureBudget
@@ -25,8 +25,9 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.kept_pages import KeptPages
+from rlhfless_ray.rollout.live_rollout import RequestSource
 from rlhfless_ray.rollout.multi_turn import EpisodeTurns
-from rlhfless_ray.rollout.request_source import PlainRequests
+from rlhfless_ray.rollout.request_source import PlainRequests, WantedResponses
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
@@ -71,7 +72,7 @@ class Stages:
         if recipe.has_reference:
             reference = make.worker_group("reference", actors.reference, reference_settings)
         learn = LearnStage(context, learner, critic, reference)
-        score = (PrescoredStage if isinstance(reward, AgentSource) else ScoreStage)(
+        score = (PrescoredStage if isinstance(reward, EpisodeSource) else ScoreStage)(
             context, make.reward(actors.reward, reward), reward, inputs.tokenizer
         )
         shares_kv = actors.prefill is not None and recipe.rollout.prefix_kv != "off"
@@ -87,12 +88,16 @@ class Stages:
             prefix = PrefixStage(context, pool, mode, run_id=context.leases.run_id, **kv, blocked=blocked, private=private)
         if of_drafter and recipe.rollout.drafter_train == "on" and actors.drafter:
             drafter = TrainedDrafter(context, make.drafter(actors.drafter, *of_drafter))
-        agents = _agents(context, reward, files, longest, make.faults) if isinstance(reward, AgentSource) else None
+        requests: Callable[[WantedResponses], RequestSource] = partial(PlainRequests, inputs.tokenizer)
+        agents = None
+        if isinstance(reward, EpisodeSource):
+            agents = _agents(context, reward, files, longest, make.faults)
+            requests = partial(EpisodeTurns, agents, partial(reward.label, answer_column=recipe.answer_column))
         rollout = RolloutStage(
             context,
             make.engines("rollout", actors.rollout, engine, config, *of_drafter, labels=pools.labels),
             learn.worker_groups,
-            partial(PlainRequests, inputs.tokenizer) if agents is None else partial(EpisodeTurns, agents, recipe.answer_column),
+            requests,
             sum(len(content) for name, content in files.items() if name.endswith(".safetensors")),
             carries=prefix is not None and not prefix.blocked,
             drafter=drafter,
@@ -139,7 +144,7 @@ class Stages:
             self.agents.close()
 
 
-def _agents(context: RunContext, source: AgentSource, files: Files, longest_prompt_tokens: int, faults: FailureBudget) -> AgentProcesses:
+def _agents(context: RunContext, source: EpisodeSource, files: Files, longest_prompt_tokens: int, faults: FailureBudget) -> AgentProcesses:
     """Start the agents' processes, while the learner starts."""
     recipe, resource = context.recipe, context.leases.resource
     agent, functions = recipe.agent, recipe.functions

@@ -33,7 +33,7 @@ class GroupsInFlight:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.rollout, self.quota, self.has_agent = recipe.rollout, recipe.prompts.batch_prompts, bool(recipe.agent.path)
+        self.rollout, self.quota, self.has_agent = recipe.rollout, recipe.prompts.batch_prompts, recipe.agent.is_used
         self.mode = recipe.rollout.mode
         self.at_work = self._groups(recipe.rollout.begun_share)
         self.in_flight: list[Group] = []

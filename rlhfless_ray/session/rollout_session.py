@@ -367,7 +367,7 @@ class RolloutSession:
                 self.groups.stale_cost.per_version if self.groups.stale_cost.lags else None,
                 self.context.most_engines(self.context.autoscaler.engines.width),
                 sum(len(rank.leases) for rank in self.learn.worker_group.by_rank),
-                can_wait=recipe.functions.elastic and not recipe.agent.path and not recipe.algorithm.uncorrected_lag,
+                can_wait=recipe.functions.elastic and not recipe.agent.is_used and not recipe.algorithm.uncorrected_lag,
             )
             samples = self.generate(step, timing.ends)
             step.metrics |= timing.metrics()

@@ -112,7 +112,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         tokenizer = _tokenizer(files)
         prompts = [Prompt(k, r["prompt"], tuple(tokenizer(r["prompt"])["input_ids"])) for k, r in enumerate(rows)]
         requests = [replace(one, **sampling) for one in step_requests(RECIPE, 3, prompts)]
-        source = EpisodeTurns(agents, "", WantedResponses(requests, prompts, np.full(8, 24.0), 1))
+        source = EpisodeTurns(agents, lambda row: "", WantedResponses(requests, prompts, np.full(8, 24.0), 1))
         source.openings = [replace(start, label=(labels or [""] * 8)[start.key]) for start in source.openings]
         options: dict[str, Any] = {"needed_next": 2, "plugins": [SharedDrafts()], "interval_s": 0.05, "silence_s": 120.0}
         driver = driver_of(pool, source, version, on_progress=on_progress, **options)

@@ -1,0 +1,1 @@
+"""Agents that are programs of the user's and reach the policy over HTTP."""
