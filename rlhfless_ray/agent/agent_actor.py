@@ -40,7 +40,13 @@ class AgentActor:
     concurrency_groups: ClassVar = {"control": 1}  # `answer` runs beside `play`
 
     def __init__(
-        self, source: EpisodeSource, files: Files, trust_remote_code: bool, max_length: int, timeout_s: float, turn_tokens: int | None = None
+        self,
+        source: EpisodeSource,
+        files: Files,
+        trust_remote_code: bool,
+        max_length: int,
+        timeout_s: float,
+        turn_tokens: int | None = None,
     ) -> None:
         """Create the player.
 

@@ -55,7 +55,11 @@ def token_answer(turn: Turn, body: JsonObject) -> Response:
         for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True)
     ]
     choice = {"index": 0, "token_ids": reply.token_ids, "finish_reason": reply.finish_reason, "logprobs": {"content": content}}
-    answer = {"request_id": body.get("request_id") or f"gen-{secrets.token_hex(12)}", "model": body.get("model", ""), "created": int(time.time())}
+    answer = {
+        "request_id": body.get("request_id") or f"gen-{secrets.token_hex(12)}",
+        "model": body.get("model", ""),
+        "created": int(time.time()),
+    }
     return JSONResponse({**answer, "prompt_token_ids": turn.context, "choices": [choice], "usage": _usage(turn)})
 
 

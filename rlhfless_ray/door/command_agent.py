@@ -26,6 +26,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.door.conversation import Turn, branches_of
 from rlhfless_ray.door.policy_server import MODEL, PolicyServer, Session
+from rlhfless_ray.recipe.shipped import shipped_folder
 from rlhfless_ray.reward.values import to_finite_float
 
 if TYPE_CHECKING:
@@ -58,8 +59,11 @@ class CommandSource(EpisodeSource):
             words[0] = sys.executable
         elif shutil.which(words[0]) is None:
             raise UserError(f"{KEY}: there is no program `{words[0]}`")
-        if words[0] == sys.executable and len(words) > 1 and words[1].endswith(".py") and not os.path.isfile(words[1]):
-            raise UserError(f"{KEY}: there is no file {words[1]} in {os.getcwd()}")
+        if len(words) > 1 and words[1].endswith(".py") and not os.path.isfile(words[1]):
+            shipped = shipped_folder()
+            if shipped is None or not (shipped.parent / words[1]).is_file():
+                raise UserError(f"{KEY}: there is no file {words[1]} in {os.getcwd()}")
+            words[1] = str(shipped.parent / words[1])
         return cls(tuple(words), os.getcwd(), programs)
 
     @property

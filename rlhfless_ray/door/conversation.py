@@ -1,11 +1,12 @@
 """What was said in a session, as token ids.
 
-A request that repeats an earlier reply continues its tokens: what was sampled is never tokenized again. So the turns form a tree, each under
-the turn whose context and reply begin its own context. A path from a root to a leaf is a branch, and each reply is trained in one branch.
+A request that repeats an earlier reply continues its tokens: what was sampled is never tokenized again. So the turns form a tree, each
+under the turn whose context and reply begin its own context. A path from a root to a leaf is a branch, and each reply is trained in one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ def _parent(turns: Sequence[Turn], number: int) -> int:
     return max(fits, key=lambda i: len(turns[i].token_ids), default=-1)
 
 
-class Conversation:
+class TurnTree:
     """Turns of one session, and what its requests are as token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -175,7 +176,7 @@ def _read_message(message: object, where: str) -> JsonObject:
 def _content_text(content: object, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
+    parts: list[Any] = content if isinstance(content, list) else [content]
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -189,10 +190,8 @@ def _read_call(call: object, where: str) -> JsonObject:
         raise BadRequest(f"{where}: expected objects with function.name and function.arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # else a template writes the text as it is
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # templates that want a dict write the text as it is
     return {"id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from rlhfless_ray.agent.multi_turn_loop import SAMPLING_DEFAULTS, UNSUPPORTED, A
 from rlhfless_ray.agent.sampling_params import SamplingParams
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.door.answers import chat_answer, text_answer, token_answer
-from rlhfless_ray.door.conversation import BadRequest, Conversation, Turn, read_messages
+from rlhfless_ray.door.conversation import BadRequest, Turn, TurnTree, read_messages
 from rlhfless_ray.door.http import HttpError, LoopbackServer, bearer_key, read_body, read_json
 from rlhfless_ray.door.tool_calls import reply_message
 
@@ -29,7 +29,7 @@ MAX_OPEN = 64  # requests of a session that are answered at the same time
 COUNTS = ("max_tokens", "min_tokens", "n", "top_k")
 RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's clients
 
-Answer = Callable[["Session", JsonObject], Awaitable[Response]]
+Answer = Callable[["Session", JsonObject], Coroutine[Any, Any, Response]]
 
 
 class Session:
@@ -37,7 +37,7 @@ class Session:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, given: SamplingParams, generate: Generate) -> None:
         """`given`: the recipe's sampling parameters, which requests may not change. `generate`: requests a turn of the policy."""
-        self.tokenizer, self.conversation, self._given, self._generate = tokenizer, Conversation(tokenizer), given, generate
+        self.tokenizer, self.conversation, self._given, self._generate = tokenizer, TurnTree(tokenizer), given, generate
         self._open: set[asyncio.Task[Response]] = set()
         self._by_digest: dict[bytes, asyncio.Task[Response]] = {}  # the newest answer to each body
         self._requests = 0
@@ -50,7 +50,9 @@ class Session:
             if len(self._open) >= MAX_OPEN:
                 raise HttpError(429, f"{MAX_OPEN} requests of this session are open already")
             if self._requests >= MAX_TURNS:
-                raise HttpError(400, f"this session has made {MAX_TURNS} requests, the most that an episode may make", code="too_many_turns")
+                raise HttpError(
+                    400, f"this session has made {MAX_TURNS} requests, the most that an episode may make", code="too_many_turns"
+                )
             self._requests += 1
             task = self._by_digest[digest] = asyncio.create_task(route(self, read_json(body)))
             self._open.add(task)
@@ -80,7 +82,9 @@ class Session:
         try:
             reply = await self._generate(context, params)
         except AgentError as error:
-            raise HttpError(400, str(error).removeprefix("generate: "), code="context_length_exceeded" if "context" in str(error) else None) from None
+            raise HttpError(
+                400, str(error).removeprefix("generate: "), code="context_length_exceeded" if "context" in str(error) else None
+            ) from None
         except TimeoutError as error:
             raise HttpError(410, str(error)) from None
         return self.conversation.add(context, reply)

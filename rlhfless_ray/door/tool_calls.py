@@ -39,7 +39,7 @@ def _calls_in(text: str) -> tuple[str, list[tuple[str, Any]]]:
     except (ValueError, RecursionError):
         return text, []
     calls = []
-    for value in (inner for value in values for inner in (value if isinstance(value, list) else [value])):
+    for value in (inner for outer in values for inner in (outer if isinstance(outer, list) else [outer])):
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return text, []
         calls.append((value["name"], value.get("arguments", value.get("parameters", {}))))

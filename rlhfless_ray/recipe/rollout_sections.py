@@ -204,8 +204,8 @@ class AgentConfig(Section):
     """A Python file with a class `AgentExecutor`, or another of OpenRLHF's contracts (see docs/agents.md), or `calculator`. It
     returns feedback after each turn of the policy, and the reward. Empty: a response is one turn, and section `reward` names the source."""
     command: str = ""
-    """Command line of a program that plays episodes and reaches the policy over HTTP with any OpenAI client (see docs/agents.md). It reads a
-    row as a line of JSON, and writes a line of JSON with `reward`. `python` is the Python that runs the training. Set this or `path`."""
+    """Command line of a program that plays episodes and reaches the policy over HTTP with any OpenAI client (see docs/agents.md). It reads
+    a row as a line of JSON, and writes a line of JSON with `reward`. `python` is the Python that runs the training. Set this or `path`."""
     programs: int = Field(16, ge=1)
     """Maximum processes of `command` at the same time, in each of `processes`. Each plays one episode at a time."""
     max_tokens: int | None = Field(None, ge=2)

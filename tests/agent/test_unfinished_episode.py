@@ -66,7 +66,9 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
     begun = unfinished_episode(1, (FIRST,), newest=3)
     requests = [Request(key, (1, 2), key, 8, 1.0) for key in range(3)]
     source = EpisodeTurns(
-        agents, lambda row: "", WantedResponses(requests, [Prompt(UNNAMED.row, "", (1, 2))], np.full(3, 9.0), 4, {0: complete, 1: begun}, cuts=True)
+        agents,
+        lambda row: "",
+        WantedResponses(requests, [Prompt(UNNAMED.row, "", (1, 2))], np.full(3, 9.0), 4, {0: complete, 1: begun}, cuts=True),
     )
     settings = DriverSettings(1.0, 1.0, 1, lambda tail_s, needed: Hold(1, ""), lambda *_: None)
     pool: Any = SimpleNamespace(working=[None])

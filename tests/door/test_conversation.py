@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.agent.engine_api import PolicyReply
-from rlhfless_ray.door.conversation import BadRequest, Conversation, Turn, branches_of, read_messages
+from rlhfless_ray.door.conversation import BadRequest, Turn, TurnTree, branches_of, read_messages
 from rlhfless_ray.door.tool_calls import reply_message
 from tests.chat_policy import chat_tokenizer
 
@@ -28,8 +28,8 @@ CHATML = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA = (
-    "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|eot_id|>"
-    "{% endif %}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
+    "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<|eot_id|>{% endif %}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
     '{% if m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
     "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
@@ -80,7 +80,7 @@ class Policy:
         return PolicyReply(ids, text, [-0.5 - 0.01 * i for i in range(len(ids))], finish_reason)
 
 
-def say(conversation: Conversation, messages: list[dict[str, Any]], reply: PolicyReply, tools: Any = ()) -> tuple[Turn, dict[str, Any]]:
+def say(conversation: TurnTree, messages: list[dict[str, Any]], reply: PolicyReply, tools: Any = ()) -> tuple[Turn, dict[str, Any]]:
     """A request and the policy's reply, as the server does it. Returns the turn and the message that the client gets."""
     read = read_messages(messages)
     turn = conversation.add(conversation.chat_context(read, list(tools)), reply)
@@ -89,7 +89,7 @@ def say(conversation: Conversation, messages: list[dict[str, Any]], reply: Polic
     return turn, message
 
 
-def trained_ids(conversation: Conversation) -> Iterator[list[int]]:
+def trained_ids(conversation: TurnTree) -> Iterator[list[int]]:
     for branch in branches_of(conversation.turns):
         yield branch.token_ids[branch.trained].tolist()
 
@@ -97,7 +97,7 @@ def trained_ids(conversation: Conversation) -> Iterator[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_conversation_keeps_every_sampled_token(tokenizer: Any, family: str) -> None:
     tokenizer.chat_template, end, call = FAMILIES[family]
-    conversation, policy, tools = Conversation(tokenizer), Policy(tokenizer, end), TOOLS if call else []
+    conversation, policy, tools = TurnTree(tokenizer), Policy(tokenizer, end), TOOLS if call else []
     messages: list[dict[str, Any]] = [{"role": "user", "content": "the sum of 1"}]
     replies = [policy.reply("the number is"), policy.reply(call or "the sum"), policy.reply("  the end ")]
     turns = []
@@ -111,7 +111,7 @@ def test_replayed_conversation_keeps_every_sampled_token(tokenizer: Any, family:
             messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "2"}]
         else:
             messages += [message, {"role": "user", "content": [{"type": "text", "text": "and the sum?"}]}]
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         assert after.context[: len(before.token_ids)] == before.token_ids, "what was sampled is not tokenized again"
     whole = tokenizer.apply_chat_template(read_messages(messages[:-2]), tools=tools or None, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(list(turns[-1].context)) == whole, "the policy reads what the template writes"
@@ -123,7 +123,7 @@ def test_replayed_conversation_keeps_every_sampled_token(tokenizer: Any, family:
 
 def test_truncated_reply_is_closed_by_the_template(tokenizer: Any) -> None:
     tokenizer.chat_template, end, _ = FAMILIES["chatml"]
-    conversation, policy = Conversation(tokenizer), Policy(tokenizer, end)
+    conversation, policy = TurnTree(tokenizer), Policy(tokenizer, end)
     first = [{"role": "user", "content": "the sum"}]
     turn, message = say(conversation, first, policy.reply("the numb", "length"))
     context = conversation.chat_context(read_messages([*first, message, {"role": "user", "content": "go on"}]), [])
@@ -133,7 +133,7 @@ def test_truncated_reply_is_closed_by_the_template(tokenizer: Any) -> None:
 
 def test_changed_histories_fork_and_nothing_is_trained_twice(tokenizer: Any) -> None:
     tokenizer.chat_template, end, _ = FAMILIES["chatml"]
-    conversation, policy = Conversation(tokenizer), Policy(tokenizer, end)
+    conversation, policy = TurnTree(tokenizer), Policy(tokenizer, end)
     begin = [{"role": "system", "content": "the"}, {"role": "user", "content": "the sum"}]
     texts = ["<think>the number</think>of", "one", "two", "three", "four"]
     replies = [policy.reply(text) for text in texts]
@@ -151,7 +151,7 @@ def test_changed_histories_fork_and_nothing_is_trained_twice(tokenizer: Any) -> 
 
 def test_text_prompts_continue_what_was_sampled(tokenizer: Any) -> None:
     tokenizer.chat_template, end, _ = FAMILIES["chatml"]
-    conversation, policy = Conversation(tokenizer), Policy(tokenizer, end)
+    conversation, policy = TurnTree(tokenizer), Policy(tokenizer, end)
     turn = conversation.add(conversation.text_context("the sum "), policy.reply("is the"))
     conversation.remember_text(turn, "the sum ")
     context = conversation.text_context("the sum is the number")
@@ -161,7 +161,7 @@ def test_text_prompts_continue_what_was_sampled(tokenizer: Any) -> None:
 
 def test_without_a_template_texts_are_joined(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    ids = Conversation(tokenizer).chat_context(read_messages([{"role": "user", "content": "the sum"}]), [])
+    ids = TurnTree(tokenizer).chat_context(read_messages([{"role": "user", "content": "the sum"}]), [])
     assert ids == tokenizer("the sum")["input_ids"]
 
 
@@ -183,7 +183,7 @@ def test_malformed_messages_are_named(messages: Any, said: str) -> None:
 def test_failing_template_is_a_bad_request(tokenizer: Any) -> None:
     tokenizer.chat_template = GEMMA
     with pytest.raises(BadRequest, match="no system role"):
-        Conversation(tokenizer).chat_context([{"role": "system", "content": ""}], [])
+        TurnTree(tokenizer).chat_context([{"role": "system", "content": ""}], [])
 
 
 @given(st.lists(st.tuples(st.integers(-1, 9), st.lists(st.integers(0, 2), max_size=3), st.integers(1, 3)), min_size=1, max_size=10))
