@@ -45,7 +45,7 @@ LEAST_RESPONSES = {"chain": 400, "random": 100, "27M": 48}  # of each engine in 
 TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
 LARGER = 512, 8  # hidden size and layers of 27 M parameters
 LEARNED_STEPS, STEP_PROMPTS = 24, 32  # of the quickstart, from whose responses the drafters of `27M` have learned
-HEAD_LAYERS, HEAD_PASSES = (0, 1, 2), 6  # the widened policy computes in its first two layers
+HEAD_HIDDEN, HEAD_PASSES = 128, 6
 DRAFTER_HIDDEN, DRAFTER_LAYERS = 192, 2
 
 
@@ -207,13 +207,18 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
         files = files_of(case, scratch)
     weights = None
     if drafters:
-        from benchmarks.common.train_head import train_head, widened_head
+        from benchmarks.common.widen import widened_head
+        from rlhfless_ray.rollout.train_head import head_config, train_head
+        from rlhfless_ray.weights.model_folder import config_of
 
         steps = responses_of(files_of("chain", scratch), scratch)
         weights = trained(drafters["trained"], steps)
         sequences = [[*prompt, *tokens] for pairs in steps for prompt, tokens in pairs]
-        small = write_folder(scratch / "chain", files_of("chain", scratch))
-        head = widened_head(train_head(small, HEAD_LAYERS, sequences, HEAD_PASSES), LARGER[0])
+        small = files_of("chain", scratch)
+        trained_head = train_head(
+            write_folder(scratch / "chain", small), head_config(config_of(small), HEAD_HIDDEN), sequences, HEAD_PASSES
+        )
+        head = widened_head(trained_head, LARGER[0])
         drafters["head"] = write_folder(scratch / "head", head)
     engines = {name: engine(case, name, kind, files, scratch, drafters.get(name)) for name, kind in kinds.items()}
     if weights is not None:

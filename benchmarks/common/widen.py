@@ -6,6 +6,7 @@ import json
 import math
 
 import torch
+from safetensors.torch import load, save
 
 from rlhfless_ray.weights.model_folder import config_of, split_files, stored_weights, without_weights
 from rlhfless_ray.weights.tensor_file import Files
@@ -46,3 +47,12 @@ def widened(files: Files, hidden: int, layers: int) -> Files:
         changed["layer_types"] = [config["layer_types"][0]] * layers
     tensors = {name: tensor.contiguous() for name, tensor in found.items()}
     return {**without_weights(files), "config.json": json.dumps(changed).encode(), **split_files(tensors)}
+
+
+def widened_head(head: Files, hidden: int) -> Files:
+    """Return an EAGLE-3 head for the policy after `widened`, whose states are those of the smaller one and zeros."""
+    config, tensors = json.loads(bytes(head["config.json"])), load(bytes(head["model.safetensors"]))
+    layers = tensors["fc.weight"].split(config["target_hidden_size"], 1)
+    padded = [torch.nn.functional.pad(layer, (0, hidden - layer.shape[1])) for layer in layers]
+    tensors["fc.weight"] = torch.cat(padded, 1)
+    return {"config.json": json.dumps({**config, "target_hidden_size": hidden}).encode(), "model.safetensors": save(tensors)}

@@ -39,6 +39,25 @@ def generate(
     print(f"report:    {(responses.parent / 'report.html').resolve()}")
 
 
+def drafter(
+    out: Annotated[Path, typer.Option("--out", parser=local_file, help="The folder of the head, for `rollout.drafter`.")],
+    arguments: Annotated[list[str] | None, ARGUMENTS] = None,
+    hidden: Annotated[int, typer.Option(help="Width of the head, a multiple of 32. 0: that of the policy.", min=0)] = 0,
+    passes: Annotated[int, typer.Option(help="Passes over the responses.", min=1)] = 6,
+    resume: Annotated[bool, RESUME] = False,
+) -> None:
+    """Train an EAGLE-3 head that drafts for a policy, on responses that are generated first.
+
+    rlhfless drafter recipes/gsm8k.yaml policy.path=my-model prompts.path=train.jsonl prompts.rows=512 --out my-head
+    """
+    from rlhfless_ray.recipe.generation import GenerationRecipe
+
+    recipe = GenerationRecipe.read(*split_arguments(arguments), name="drafter")
+    from rlhfless_ray.runtime.head_for_policy import head_for_policy as run
+
+    print(f"head: {run(recipe, out, hidden, passes, resume=resume)}")
+
+
 def evaluate(
     arguments: Annotated[list[str] | None, ARGUMENTS] = None,
     model: Annotated[

@@ -10,7 +10,7 @@ import typer
 from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.cli.explain_command import explain
 from rlhfless_ray.cli.front_commands import chat, compare, completion, init, push, recipe_names, recipes
-from rlhfless_ray.cli.generate_command import evaluate, generate, workflow
+from rlhfless_ray.cli.generate_command import drafter, evaluate, generate, workflow
 from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.cli.local_file import local_file
 from rlhfless_ray.cli.passthrough import PassthroughCommand
@@ -117,7 +117,7 @@ def report(run: Annotated[Path, typer.Argument(parser=local_file, help="A run fo
     print(write_report(run).resolve())
 
 
-for asked in (recipes, init, generate, evaluate, chat, push, compare, completion):
+for asked in (recipes, init, generate, drafter, evaluate, chat, push, compare, completion):
     app.command()(asked)
 app.command(cls=ResumeCommand)(workflow)
 app.command()(simulate)

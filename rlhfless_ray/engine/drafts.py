@@ -17,7 +17,7 @@ import numpy as np
 
 from placement.drafting.acceptance import MODEL_SEQUENCES, MOST_TOKENS, Acceptance, Drafts
 from placement.drafting.attempts import Attempts, Learned
-from placement.drafting.token_values import DraftWorth
+from placement.drafting.token_values import FIRST_CHANCE, DraftWorth
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.engine.head_config import is_head
 from rlhfless_ray.engine.text_drafts import TextSource
@@ -26,7 +26,6 @@ from rlhfless_ray.types import EngineStep
 if TYPE_CHECKING:
     import torch
 
-    from placement.drafting.acceptance import Draft
     from rlhfless_ray.engine.control_queue import DraftNews
     from rlhfless_ray.engine.head_drafts import HeadSource
     from rlhfless_ray.engine.model_drafts import Ask, DraftSource
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 ALL = 1 << 30  # sequences
 MODEL = "model"  # name of the drafter among the sequences that rest; those have numbers
 TRIAL_PASSES = 4  # passes of the drafter until their time is known, and in each step without `auto`
+SURVIVAL_RATE = 0.1  # weight of a proposal in the mean survival of its tokens, by which the next one's passes are chosen
 ENOUGH_PROMISED = 4.0  # a draft from text with so many expected tokens is used without a draft by the model
 
 
@@ -97,6 +97,7 @@ class Drafter:
             with self._continuing_without_model():
                 self.source = self._load(model)
         self.pass_s = 0.0  # seconds of a pass of the model, for one token of each sequence
+        self.survivals = FIRST_CHANCE ** np.arange(1, MOST_TOKENS + 1)  # mean of the model's drafted tokens, by position
         self.offered = NO_OFFER  # for the next step
         self.verified = NO_OFFER  # of the step that has just ended
         self.batch: tuple[list[str], _Running] | None = None  # the last step's batch, if all of its sequences went on
@@ -303,31 +304,33 @@ class Drafter:
             return
         step_s = times.step_s(self.running, self.context_tokens)
         token_s = 0.0 if step_s is None else step_s / self.running  # seconds of a token without drafts
-        begin, passes = time.thread_time(), 0
-
-        def survival(by_model: list[Draft]) -> np.ndarray:
-            return acceptance.survival(acceptance.tabulate(Drafts.of(by_model)))
-
-        def goes_on(by_model: list[Draft]) -> bool:
-            nonlocal passes
-            passes += 1
-            if self.always or not token_s or not self.pass_s:
-                return passes < TRIAL_PASSES
-            # The next token survives no more often than this one.
-            verified_s = np.diff(times.verify_s(self.running, len(places) * np.array([passes, passes + 1])))[0]
-            return float(values[places] @ survival(by_model)[:, passes - 1 : passes].sum(1) * token_s) > self.pass_s + verified_s
-
+        begin, passes = time.thread_time(), self._passes(float(values[places].sum()) * token_s, len(places))
         with self._continuing_without_model():
-            by_model = model.propose(asks, goes_on)
+            by_model = model.propose(asks, passes)
         if self.source is None:
             return
+        passes = max(len(draft.tokens) for draft in by_model)
         seconds = time.thread_time() - begin
         self.pass_s += 0.1 * (seconds / passes - self.pass_s) if self.pass_s else seconds / passes
-        gains = np.maximum(survival(by_model).sum(1) - promised[places], 0.0)
+        survival = acceptance.survival(acceptance.tabulate(Drafts.of(by_model)))
+        self.survivals[:passes] += SURVIVAL_RATE * (survival.mean(0) - self.survivals[:passes])
+        # Tokens that no pass was worth survive like those before them.
+        self.survivals[passes:] = self.survivals[passes - 1] ** (np.arange(passes + 1, MOST_TOKENS + 1) / passes)
+        gains = np.maximum(survival.sum(1) - promised[places], 0.0)
         for i, draft, gain in zip(places, by_model, gains.tolist(), strict=True):
             if gain:
                 drafts.replace(i, draft)
         self.attempts.note([MODEL], [MODEL] if not token_s or float(values[places] @ gains) * token_s > seconds else [])
+
+    def _passes(self, worth_s: float, sequences: int) -> int:
+        """Return how many tokens the model drafts: each further one must be expected to save its pass and its verification.
+
+        `worth_s`: seconds that an accepted token of every sequence would save.
+        """
+        if self.always or not worth_s or not self.pass_s:
+            return TRIAL_PASSES
+        verify_s = np.diff(self.learned.times.verify_s(self.running, sequences * np.arange(MOST_TOKENS + 1)))
+        return max(1, int(np.argmin([*(worth_s * self.survivals > self.pass_s + verify_s), False])))
 
     def _ask(self, name: str, key: int, tokens: np.ndarray, most: int) -> Ask:
         from rlhfless_ray.engine.model_drafts import Ask

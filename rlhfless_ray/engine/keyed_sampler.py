@@ -57,13 +57,13 @@ def draw_uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
 
 
 def draw(
-    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None = None
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None = None, has_greedy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row.
+    """Draw one token per row, without waiting for the device.
 
     logits: (rows, vocabulary) float. temperature: (rows,), 0 for greedy. uniform: (rows,) float64 in [0, 1). truncation: None: no
-    row has top-p or top-k. Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 under the sampling distribution (at
-    temperature 1 for greedy rows, which ignore it).
+    row has top-p or top-k. has_greedy: whether a row may be greedy. Returns tokens (rows,) int64 and their log-probabilities (rows,)
+    float32 under the sampling distribution (at temperature 1 for greedy rows, which ignore it).
     """
     greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
@@ -72,7 +72,7 @@ def draw(
         kept = logprobs.masked_fill(~nucleus(logprobs, *truncation), -torch.inf)
         logprobs = torch.where(whole, logprobs, kept - kept.logsumexp(-1, keepdim=True))
     tokens = invert(logprobs.exp(), uniform)
-    if greedy.any():
+    if has_greedy:
         tokens = torch.where(greedy, logprobs.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
@@ -106,17 +106,15 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def draw_in_chunks(
-    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None = None
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None = None, has_greedy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call `draw` on chunks of rows whose probabilities take at most CHUNK_BYTES. Rows are independent."""
     size = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     if len(logits) <= size:
-        return draw(logits, temperature, uniform, truncation)
+        return draw(logits, temperature, uniform, truncation, has_greedy)
     chunks = [slice(i, i + size) for i in range(0, len(logits), size)]
-    parts = [
-        draw(logits[c], temperature[c], uniform[c], None if truncation is None else Truncation(truncation.top_p[c], truncation.top_k[c]))
-        for c in chunks
-    ]
+    limits = [None if truncation is None else Truncation(truncation.top_p[c], truncation.top_k[c]) for c in chunks]
+    parts = [draw(logits[c], temperature[c], uniform[c], limit, has_greedy) for c, limit in zip(chunks, limits, strict=True)]
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
@@ -205,7 +203,8 @@ class KeyedSampler:
         for i in np.flatnonzero(positions < np.array([row["open_until"] for row in rows])[owner]):
             logits[i, [token for token in rows[owner[i]]["ends"] if token < logits.shape[1]]] = -torch.inf
         device = logits.device
-        tokens, logprobs = draw_in_chunks(logits, temperature.to(device), torch.from_numpy(noise).to(device), truncation)
+        has_greedy = any(row["temperature"] == 0 for row in rows)
+        tokens, logprobs = draw_in_chunks(logits, temperature.to(device), torch.from_numpy(noise).to(device), truncation, has_greedy)
         keys = np.array([row["key"] for row in rows])
         if drafts:
             kept = self._count_kept(tokens.tolist(), drafted, drafts)

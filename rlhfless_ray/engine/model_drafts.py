@@ -7,7 +7,7 @@ temperature. Only engines with `rollout.drafter` import this module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,28 +76,38 @@ class DraftSource(ABC):
             del self.slots[name]
 
     @torch.inference_mode()
-    def propose(self, asks: Sequence[Ask], goes_on: Callable[[list[Draft]], bool]) -> list[Draft]:
-        """Return a draft for each of at most `MODEL_SEQUENCES` sequences.
+    def propose(self, asks: Sequence[Ask], passes: int) -> list[Draft]:
+        """Return a draft of up to `passes` tokens for each of at most `MODEL_SEQUENCES` sequences.
 
-        `goes_on`: returns whether a further token is worth its pass, given the drafts so far.
+        The tokens of a pass are the next one's input on the device. The host waits once, for all of them.
         """
         slots = self._slots_of(asks)
         new = [self._unread(slot, ask) for slot, ask in zip(slots.tolist(), asks, strict=True)]
-        drafts = [Draft([], [], 0, SOURCES.index("model")) for _ in asks]
+        counts = np.array([len(tokens) for tokens in new])
+        padded = np.zeros((len(new), counts.max()), np.int64)
+        for row, tokens in enumerate(new):
+            padded[row, : len(tokens)] = tokens
+        passes = min(passes, max(ask.most for ask in asks))
+        numbers = [[ask.uniforms[min(i, len(ask.uniforms) - 1)] for ask in asks] for i in range(passes)]
+        uniforms = self._tensor(numbers, torch.float64)  # (passes, sequences)
         temperature = self._tensor([ask.temperature for ask in asks], torch.float32)
         truncation = Truncation.of((ask.truncation for ask in asks), self.device)
-        for count in range(max(ask.most for ask in asks)):
-            logits = self._forward(slots, new).nan_to_num_(0.0).clamp_(-MOST_LOGIT, MOST_LOGIT)
-            uniform = self._tensor([ask.uniforms[min(count, len(ask.uniforms) - 1)] for ask in asks], torch.float64)
-            tokens, logprobs = draw_in_chunks(logits, temperature, uniform, truncation)
-            new = [np.array([token]) for token in tokens.tolist()]
-            for draft, ask, token, chance in zip(drafts, asks, tokens.tolist(), logprobs.exp().tolist(), strict=True):
-                if count < ask.most:
-                    draft.tokens.append(token)
-                    draft.estimates.append(max(chance, 1e-3))
-            if not goes_on(drafts):
-                break
-        return drafts
+        has_greedy = any(ask.temperature == 0 for ask in asks)
+        read, drawn = self._tensor(padded), []
+        for uniform in uniforms:
+            logits = self._forward(slots, read, counts).nan_to_num_(0.0).clamp_(-MOST_LOGIT, MOST_LOGIT)
+            tokens_of_pass, logprobs = draw_in_chunks(logits, temperature, uniform, truncation, has_greedy)
+            drawn.append(torch.stack([tokens_of_pass.double(), logprobs.double()]))
+            read, counts = tokens_of_pass[:, None], np.ones_like(counts)
+        drafted, logs = torch.stack(drawn, 2).cpu().numpy()  # (sequences, passes) each
+        self._keep(slots, asks, drafted.astype(np.int64))
+        model, chances = SOURCES.index("model"), np.maximum(np.exp(logs), 1e-3).tolist()
+        columns = zip(drafted.astype(int).tolist(), chances, asks, strict=True)
+        return [Draft(tokens[: ask.most], estimates[: ask.most], 0, model) for tokens, estimates, ask in columns]
+
+    @abstractmethod
+    def _keep(self, slots: np.ndarray, asks: Sequence[Ask], drafted: np.ndarray) -> None:
+        """Record the drafted tokens (sequences, passes), of which the cache has entries of all but the last."""
 
     def _slots_of(self, asks: Sequence[Ask]) -> np.ndarray:
         free = sorted(set(range(MODEL_SEQUENCES)) - set(self.slots.values()))
@@ -114,22 +124,18 @@ class DraftSource(ABC):
     def _tensor(self, values: object, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)
 
-    def _forward(self, slots: np.ndarray, new: Sequence[np.ndarray]) -> torch.Tensor:
-        """Compute new tokens of each sequence, and return the logits (sequences, vocabulary) after the last ones."""
-        counts = np.array([len(tokens) for tokens in new])
-        padded = np.zeros((len(new), counts.max()), np.int64)
-        for row, tokens in enumerate(new):
-            padded[row, : len(tokens)] = tokens
+    def _forward(self, slots: np.ndarray, tokens: torch.Tensor, counts: np.ndarray) -> torch.Tensor:
+        """Compute the first `counts` of new tokens (sequences, width). Returns logits (sequences, vocabulary) after the last of them."""
         begins = self.sizes[slots]
         self.sizes[slots] += counts
         # Padding is written behind a sequence's end, where nothing attends to it before it is overwritten.
-        entries = np.minimum(begins[:, None] + np.arange(padded.shape[1]), self.longest_tokens - 1)
+        entries = np.minimum(begins[:, None] + np.arange(tokens.shape[1]), self.longest_tokens - 1)
         width = int(entries.max()) + 1
         hidden, least = self._tensor(np.arange(width) > entries[:, :, None])[:, None], torch.finfo(self.dtype).min
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, least)
         at = self._tensor(entries)
         self.cache.place(slots, at, width)
-        return self._compute(self._tensor(padded), mask, at, self._tensor(counts - 1))
+        return self._compute(tokens, mask, at, self._tensor(counts - 1))
 
 
 class ModelSource(DraftSource):
@@ -152,12 +158,13 @@ class ModelSource(DraftSource):
         size = min(int(self.sizes[slot]), len(ask.tokens) - 1)  # the last one is computed in any case, for its logits
         other = np.flatnonzero(self.cached[slot, :size] != ask.tokens[:size])
         self.sizes[slot] = int(other[0]) if len(other) else size
+        self.cached[slot, : len(ask.tokens)] = ask.tokens
         return ask.tokens[self.sizes[slot] :]
 
-    def _forward(self, slots: np.ndarray, new: Sequence[np.ndarray]) -> torch.Tensor:
-        for slot, tokens in zip(slots.tolist(), new, strict=True):
-            self.cached[slot, self.sizes[slot] : self.sizes[slot] + len(tokens)] = tokens
-        return super()._forward(slots, new)
+    def _keep(self, slots: np.ndarray, asks: Sequence[Ask], drafted: np.ndarray) -> None:
+        for slot, ask, tokens in zip(slots.tolist(), asks, drafted, strict=True):
+            room = self.cached[slot, len(ask.tokens) :]
+            room[: len(tokens)] = tokens[: len(room)]
 
     def _compute(self, tokens: torch.Tensor, mask: torch.Tensor, entries: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         # Vocabularies may be padded to different sizes, and a policy may sample its padding. On GPU, a wrong index ends the process.

@@ -26,6 +26,8 @@ BATCH_TOKENS = 1024  # tokens of an update, padding included; small, because the
 WINDOW_TOKENS = 512  # longest part of a sequence that an update reads
 WARM_UP = 20  # updates in which the learning rate rises
 MOST_NORM = 1.0  # limit of a gradient's norm
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as AdamW names them
+UPDATES = "updates"  # name of their number among the moments
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,21 @@ class DrafterTrainer:
     def weights(self) -> dict[str, np.ndarray]:
         """Return a copy of the weights, float32. Tied ones appear once."""
         return {name: parameter.detach().cpu().numpy().copy() for name, parameter in self.model.named_parameters()}
+
+    def moments(self) -> dict[str, np.ndarray]:
+        """Return a copy of the optimizer's moments, float32 by `parameter.moment`, and the number of updates that made them."""
+        state, found = self.optimizer.state, {UPDATES: np.array(self.updates)}
+        for name, parameter in self.model.named_parameters():
+            found |= {f"{name}.{kind}": state[parameter][kind].cpu().numpy().copy() for kind in MOMENTS if parameter in state}
+        return found
+
+    def load_moments(self, moments: dict[str, np.ndarray]) -> None:
+        """Continue with these moments, and with the learning rate after as many updates."""
+        self.updates = int(moments[UPDATES])
+        for name, parameter in self.model.named_parameters():
+            if f"{name}.{MOMENTS[0]}" in moments:
+                kinds = {kind: self.torch.from_numpy(moments[f"{name}.{kind}"].copy()).to(parameter.device) for kind in MOMENTS}
+                self.optimizer.state[parameter] = {"step": self.torch.tensor(float(self.updates)), **kinds}
 
     def add(self, sequences: Sequence[SampledSequence]) -> None:
         self.sequences += sequences
@@ -181,11 +198,18 @@ class DrafterActor:
         return {"memory_mb": own_memory_mb(), "spans": spans}
 
     def train(
-        self, call: int, sequences: list[SampledSequence], tokens: int, seconds: float, threads: int, weights: dict[str, np.ndarray] | None
+        self,
+        call: int,
+        sequences: list[SampledSequence],
+        tokens: int,
+        seconds: float,
+        threads: int,
+        weights: dict[str, np.ndarray] | None,
+        moments: dict[str, np.ndarray] | None,
     ) -> tuple[DrafterStats, dict[str, np.ndarray]]:
         """Train on these and earlier sequences until the updates have read `tokens` tokens, for at most about `seconds`.
 
-        `call`: number of this call, for `stop`. `weights`: weights to continue from; None: this process's own.
+        `call`: number of this call, for `stop`. `weights`, `moments`: to continue from; None: this process's own.
         """
         import torch
 
@@ -193,12 +217,18 @@ class DrafterActor:
         torch.set_num_threads(threads)
         if weights is not None:
             self.trainer.load(weights)
+        if moments is not None:
+            self.trainer.load_moments(moments)
         self.trainer.move(self.settings.device)
         self.trainer.add(sequences)
         means, read, update_s = self.trainer.train(tokens, lambda took_s: self.stopped < call and time.monotonic() + took_s < end)
         loss, kl = np.mean(means, axis=0).tolist() if means else (0.0, 0.0)
         done = DrafterStats(len(means), read, loss, kl, update_s, [Span("work", "train the drafter", start, time.time())])
         return done, self.trainer.weights()
+
+    def moments(self) -> dict[str, np.ndarray]:
+        """Return the optimizer's moments, for a checkpoint."""
+        return self.trainer.moments()
 
     def stop(self, call: int) -> None:
         """End a call after its current update. Runs beside it."""

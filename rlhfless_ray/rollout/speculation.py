@@ -77,7 +77,7 @@ def _checked_head(recipe: Recipe, head: Files, policy: Files) -> Files:
     if why := refusal(config_of(head), config_of(policy)):
         raise UserError(f"{KEY}: {why}")
     if recipe.rollout.drafter_train == "on":
-        raise UserError("rollout.drafter_train: an EAGLE head learns from hidden states, which engines do not send; set it to off")
+        raise UserError("rollout.drafter_train: an EAGLE head is trained before a run, with `rlhfless drafter`; set it to off")
     names = {plain_name(name) for name, _ in stored_weights(head)}
     if missing := [name for name in NEEDED if name not in names]:
         raise UserError(f"{KEY}: the head has no {missing[0]}, so it is no EAGLE-3 head with a Llama layer")

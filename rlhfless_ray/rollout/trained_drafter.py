@@ -26,6 +26,7 @@ from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, load_tensors, read_metadata, save_tensors
 
 FILE = "drafter.safetensors"  # in a checkpoint
+MOMENTS = "moments/"  # before the names of the optimizer's moments in it
 PASSES = 4  # number of times that updates read each sampled token
 CALL_S = 1.0  # longest call, after which the slot is offered to the learner again
 FIRST_UPDATE_S = 0.1  # assumed seconds of an update before the first measurement
@@ -39,6 +40,7 @@ class TrainedDrafter:
         self.context, self.pool = context, pool
         self.version = 0
         self.weights: Any = None  # reference to {name: array} of that version; None: the initial files
+        self.moments: Any = None  # reference to the optimizer's moments in the checkpoint that the run continues
         self.queue: deque[SampledSequence] = deque()  # sequences that no process has yet
         self.owed = 0  # tokens that updates must still read
         self.reader = ""  # id of the instance that has read the earlier sequences
@@ -105,10 +107,10 @@ class TrainedDrafter:
             if not self.owed:
                 return [*left, *self.pool.park(instance)]
         self.queue.clear()
-        weights = None if instance.version == self.version else self.weights
+        weights, moments = (None, None) if instance.version == self.version else (self.weights, self.moments)
         self.call, instance.version = next(self.calls), self.version
         self.running = instance.actor.train.options(num_returns=2).remote(
-            self.call, sequences, self.owed, min(CALL_S, seconds), len(instance.leases), weights
+            self.call, sequences, self.owed, min(CALL_S, seconds), len(instance.leases), weights, moments
         )
         return left
 
@@ -173,19 +175,23 @@ class TrainedDrafter:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def files(self) -> Files:
-        """Return the newest weights as a file. The moments are not saved: a resumed run warms its learning rate up again."""
+        """Return the newest weights as a file, with the optimizer's moments if the process that made them lives."""
         if self.weights is None:
             return {}
         try:
-            weights = get(self.weights, FETCH_S, "the drafter's weights")
+            arrays = dict(get(self.weights, FETCH_S, "the drafter's weights"))
+            for instance in self.pool.parked:
+                if (instance.id, instance.version) == (self.reader, self.version):
+                    moments = get(instance.actor.moments.remote(), FETCH_S, "the drafter's moments")
+                    arrays |= {MOMENTS + name: array for name, array in moments.items()}
         except (RayError, RunError) as error:
             self.context.record.progress.message(f"the checkpoint has no weights of the drafter: {reason_of(error)}")
             return {}
         about = {"version": str(self.version), "drafter": self._origin}
-        return {FILE: save_tensors({name: as_tensor(array) for name, array in weights.items()}, about)}
+        return {FILE: save_tensors({name: as_tensor(array) for name, array in arrays.items()}, about)}
 
     def restore(self, files: Files) -> None:
-        """Continue from a checkpoint's weights, unless they are of another drafter than the recipe's."""
+        """Continue from a checkpoint's weights and moments, unless they are of another drafter than the recipe's."""
         if FILE not in files:
             return
         about = read_metadata(files[FILE])
@@ -195,7 +201,9 @@ class TrainedDrafter:
             )
             return
         self.version = int(about["version"])
-        self.weights = ray.put({name: as_numpy(tensor).copy() for name, tensor in load_tensors(files[FILE]).items()})
+        arrays = {name: as_numpy(tensor).copy() for name, tensor in load_tensors(files[FILE]).items()}
+        moments = {name.removeprefix(MOMENTS): arrays.pop(name) for name in [*arrays] if name.startswith(MOMENTS)}
+        self.weights, self.moments = ray.put(arrays), ray.put(moments) if moments else None
 
     @property
     def _origin(self) -> str:

@@ -98,5 +98,13 @@ def test_another_process_continues_from_the_weights(trainer: DrafterTrainer, tmp
     weights = trainer.weights()
     other.load(weights)
     assert other.weights().keys() == weights.keys() and all(np.array_equal(weights[name], array) for name, array in other.weights().items())
-    trainer.train(1000, lambda seconds: True)
+    other.load_moments(trainer.moments())
+    for one in (trainer, other):  # the same data from here on
+        one.sequences.clear()
+        one.add(sequences)
+        one.rng = np.random.default_rng(1)
+        one.train(1000, lambda seconds: True)
     assert any(not np.array_equal(weights[name], array) for name, array in trainer.weights().items()), "what it returned is a copy"
+    assert other.updates == trainer.updates
+    for name, array in trainer.weights().items():
+        np.testing.assert_array_equal(other.weights()[name], array, "with the moments it makes the same updates")

@@ -53,15 +53,42 @@ def test_fused_layers_equal_the_modules(tmp_path: Path, kind: str) -> None:
             source.load({name: parameter.detach().numpy() for name, parameter in models[1].named_parameters()})
         batch = [name for name in tokens if rng.random() < 0.7]
         asks = [Ask(name, np.array(tokens[name]), rng.random(3), 3, 1.0, (1.0, 0)) for name in batch]
-        passes = iter([True, True, False])
         computed.clear()
-        drafts = source.propose(asks, lambda _: next(passes))  # noqa: B023
+        drafts = source.propose(asks, 3)
         for row, (ask, draft) in enumerate(zip(asks, drafts, strict=True)):
             whole = torch.tensor([[*ask.tokens.tolist(), *draft.tokens[:2]]])
             with torch.inference_mode():
                 wanted = models[turn >= 6](whole).logits[0, -3:]
             assert torch.allclose(torch.stack([logits[row] for logits in computed]), wanted, atol=1e-4)
             tokens[ask.name] += [*draft.tokens[: rng.integers(0, 3)], int(rng.integers(VOCABULARY))]
+
+
+@pytest.mark.parametrize("truncation", [(1.0, 0), (0.9, 5)])
+def test_a_draft_waits_once_for_the_device(tmp_path: Path, truncation: tuple[float, int]) -> None:
+    """Whatever its number of tokens. Every way for the host to see a tensor is counted."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlhfless_ray.engine.model_drafts import Ask, ModelSource
+
+    seen = {getattr(torch.Tensor, name) for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")}
+
+    class Device(TorchFunctionMode):
+        waits = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.waits += func in seen
+            return func(*args, **(kwargs or {}))
+
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    source = ModelSource(tmp_path, VOCABULARY, LONGEST, torch.device("cpu"))
+    for passes in (1, 6):
+        asks = [Ask(name, np.arange(2, 6 + name), np.full(9, 0.4), 8, float(name), truncation) for name in range(3)]
+        with Device() as device:
+            drafts = source.propose(asks, passes)
+        assert device.waits == 1 and [len(draft.tokens) for draft in drafts] == [passes] * 3
 
 
 @pytest.mark.slow
@@ -79,5 +106,5 @@ def test_other_models_keep_their_modules(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     source = ModelSource(tmp_path, VOCABULARY, LONGEST, torch.device("cpu"))
     tokens = np.array([3, 7, 5])
-    (draft,) = source.propose([Ask(0, tokens, np.zeros(1), 1, 0.0, (1.0, 0))], lambda _: False)
+    (draft,) = source.propose([Ask(0, tokens, np.zeros(1), 1, 0.0, (1.0, 0))], 1)
     assert source.fused is None and draft.tokens == [int(model(torch.tensor(tokens)[None]).logits[0, -1].argmax())]

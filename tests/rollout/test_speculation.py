@@ -146,7 +146,7 @@ def test_a_drafter_that_overflows_or_lacks_padding_of_the_vocabulary_drafts_on(e
         assert drafter.source is model
     finally:
         model.load(before)
-    [draft] = model.propose([Ask(-1, np.array([1, 10**6, 2]), np.array([0.5]), 1, 1.0, (1.0, 0))], lambda _: False)
+    [draft] = model.propose([Ask(-1, np.array([1, 10**6, 2]), np.array([0.5]), 1, 1.0, (1.0, 0))], 1)
     assert len(draft.tokens) == 1
 
 

@@ -128,10 +128,15 @@ def test_a_resumed_run_continues_only_its_own_drafter(monkeypatch: pytest.Monkey
 
     drafter = made()
     drafter.version, drafter.weights = 3, {"w": np.ones(2, np.float32)}
-    files = drafter.files()
     same = made()
+    same.restore(drafter.files())
+    assert same.version == 3 and same.weights["w"].tolist() == [1, 1] and same.moments is None and not said
+    moments = {"w.exp_avg": np.full(2, 0.5, np.float32), "updates": np.array(7)}
+    actor = SimpleNamespace(moments=SimpleNamespace(remote=lambda: moments))
+    drafter.reader, drafter.pool.parked = "drafter-1", [SimpleNamespace(id="drafter-1", version=3, actor=actor)]  # type: ignore[list-item]
+    files = drafter.files()
     same.restore(files)
-    assert same.version == 3 and same.weights["w"].tolist() == [1, 1] and not said
+    assert same.weights.keys() == {"w"} and same.moments["w.exp_avg"].tolist() == [0.5, 0.5] and same.moments["updates"] == 7
     for other in (made(layers=2), made("small-model")):
         other.restore(files)
         assert other.version == 0 and other.weights is None

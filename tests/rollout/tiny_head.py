@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 from transformers import LlamaConfig
 
-from rlhfless_ray.engine.head_drafts import Eagle3Head
+from rlhfless_ray.engine.head_model import Eagle3Head
 
 LAYERS = [0, 1, 2]  # of a policy with two layers
 
