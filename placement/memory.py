@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from placement.plain_data import JsonObject
+
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # gradients are accumulated in float32 whatever the weights' dtype is
 MOMENT_BYTES = 8  # Adam's two moments in float32
@@ -31,7 +33,7 @@ MOST_LAYERS = 10_000  # no model has more; a configuration with more is not coun
 #   dense_too    configuration keys may exempt some layers from having experts
 #   shared       configuration key of the width of an expert that sees every token
 #   other names: the family's default for a configuration that lacks this key
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, JsonObject] = {
     "llama": {"biases": ("attention_bias", "mlp_bias")},
     "mistral": {},
     "granite": {"biases": ("attention_bias", "mlp_bias")},
@@ -85,7 +87,7 @@ def parameter_count(config: Mapping[str, object], head: bool = True) -> int | No
     return total
 
 
-def _layer(config: Mapping[str, object], family: dict[str, Any], number: int) -> int:
+def _layer(config: Mapping[str, object], family: JsonObject, number: int) -> int:
     hidden, heads, kv_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads"), _kv_heads(config)
     width = _head_width(config, family)
     queries, keys = heads * width, kv_heads * width
@@ -99,7 +101,7 @@ def _layer(config: Mapping[str, object], family: dict[str, Any], number: int) ->
     return total + _feed_forward(config, family, number)
 
 
-def _feed_forward(config: Mapping[str, object], family: dict[str, Any], number: int) -> int:
+def _feed_forward(config: Mapping[str, object], family: JsonObject, number: int) -> int:
     hidden = _size(config, "hidden_size")
     if _is_dense(config, family, number):
         inner = _size(config, "intermediate_size")
@@ -111,7 +113,7 @@ def _feed_forward(config: Mapping[str, object], family: dict[str, Any], number: 
     return total
 
 
-def _is_dense(config: Mapping[str, Any], family: dict[str, Any], number: int) -> bool:
+def _is_dense(config: Mapping[str, Any], family: JsonObject, number: int) -> bool:
     """Return whether the layer of this number has no experts."""
     if not family.get("dense_too"):
         return "experts" not in family
@@ -122,7 +124,7 @@ def _experts(config: Mapping[str, object]) -> int:
     return _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
 
 
-def _has(config: Mapping[str, object], family: dict[str, Any], bias: str) -> bool:
+def _has(config: Mapping[str, object], family: JsonObject, bias: str) -> bool:
     return bias in family.get("biases", ()) and bool(config.get(bias))
 
 
@@ -137,7 +139,7 @@ def _kv_heads(config: Mapping[str, object]) -> int:
     return _size(config, "num_key_value_heads" if config.get("num_key_value_heads") is not None else "num_attention_heads")
 
 
-def _head_width(config: Mapping[str, object], family: dict[str, Any]) -> int:
+def _head_width(config: Mapping[str, object], family: JsonObject) -> int:
     if config.get("head_dim") is not None:
         return _size(config, "head_dim")
     return family.get("head_dim") or _size(config, "hidden_size") // _size(config, "num_attention_heads")

@@ -182,7 +182,7 @@ def _settings_of(args: object | None) -> JsonObject:
     return found
 
 
-def _recipe_settings(settings: Mapping[str, Any], peft_config: object | None) -> JsonObject:
+def _recipe_settings(settings: JsonObject, peft_config: object | None) -> JsonObject:
     """Return keys of a recipe. Raises UserError for values without an equivalent."""
     keys: JsonObject = {key: settings[name] for name, key in RENAMED.items() if settings.get(name) is not None}
     folder = Path(settings["output_dir"])
@@ -218,7 +218,7 @@ def _recipe_settings(settings: Mapping[str, Any], peft_config: object | None) ->
     return keys | _lora(peft_config)
 
 
-def _prompts_of_step(settings: Mapping[str, Any]) -> int:
+def _prompts_of_step(settings: JsonObject) -> int:
     """Return the prompts of a step: TRL counts completions, on each device and in each accumulated batch."""
     samples = settings.get("generation_batch_size")
     if samples is None:
@@ -238,7 +238,7 @@ def _devices() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _schedule(settings: Mapping[str, Any]) -> JsonObject:
+def _schedule(settings: JsonObject) -> JsonObject:
     name = str(getattr(settings["lr_scheduler_type"], "value", settings["lr_scheduler_type"]))
     steps, share = settings.get("warmup_steps") or 0, settings.get("warmup_ratio") or 0.0
     if 0 < steps < 1:
@@ -250,7 +250,7 @@ def _schedule(settings: Mapping[str, Any]) -> JsonObject:
     return {"learner.schedule": name, "learner.warmup_share": steps / settings["max_steps"] if steps else share}
 
 
-def _choice(settings: Mapping[str, Any], name: str, choices: Mapping[Any, str]) -> str:
+def _choice(settings: JsonObject, name: str, choices: Mapping[Any, str]) -> str:
     value = settings.get(name, DEFAULTS[name])
     if value not in choices:
         known = ", ".join(repr(choice) for choice in choices)

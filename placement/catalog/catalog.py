@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from placement.plain_data import JsonObject
 from placement.speed.model_sizes import Model
 from placement.speed.roofline import Device
 
@@ -20,14 +21,14 @@ DATA = Path(__file__).resolve().parent / "data"
 
 
 @cache
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> JsonObject:
     """Read a shipped data file. PyYAML is imported here, so that importing the planner does not load it."""
     import yaml
 
     return yaml.safe_load((DATA / f"{name}.yaml").read_text())
 
 
-def values(tree: dict[str, Any]) -> dict[str, Any]:
+def values(tree: JsonObject) -> JsonObject:
     """Return {name: value} from {name: [value, source]}."""
     return {name: entry[0] if isinstance(entry, list) and entry else entry for name, entry in tree.items()}
 
@@ -52,7 +53,7 @@ def match_name(kind: str, name: str, known: list[str]) -> str:
     raise ValueError(f"unknown {kind} `{name}`; {hint}")
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _mapping(path: Path) -> JsonObject:
     import yaml
 
     try:
@@ -66,7 +67,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     return tree
 
 
-def device(entry: str | dict[str, Any]) -> Device:
+def device(entry: str | JsonObject) -> Device:
     """Return a device by name, by a mapping of its fields, or by the path of a YAML file with these fields.
 
     `like: H100` in the mapping takes the other fields from there. Raises ValueError for an unknown name or field, an
@@ -79,7 +80,7 @@ def device(entry: str | dict[str, Any]) -> Device:
         name = match_name("device", entry, list(tables))
         return Device(name, **values(tables[name]))
     known = [f.name for f in fields(Device)]
-    base: dict[str, Any] = {}
+    base: JsonObject = {}
     given = values(entry)
     if "like" in given:
         like = match_name("device", given.pop("like"), list(tables))
@@ -127,7 +128,7 @@ class Described:
 
     name: str
     path: str
-    config: dict[str, Any]
+    config: JsonObject
 
 
 @cache
@@ -173,7 +174,7 @@ def described(entry: str) -> Described:
     return Described(folder or path.stem, str(path.parent) if folder else entry, tree)
 
 
-def model(entry: str | dict[str, Any]) -> Model:
+def model(entry: str | JsonObject) -> Model:
     """Return a model by its fields, or by name or path, see `described`. Raises ValueError as that does, and for a missing field."""
     if isinstance(entry, dict):
         return Model.from_config(str(entry.get("name", "custom")), entry)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.special import log_ndtr, ndtri
@@ -15,6 +14,7 @@ from placement.forecast.quality import ForecastQuality, LengthRanks, forecast_qu
 from placement.forecast.regression import FeatureLine
 from placement.forecast.residuals import Residuals
 from placement.forecast.scenarios import LengthForecast, Scenarios
+from placement.plain_data import JsonObject
 
 __all__ = ["ForecastQuality", "LengthForecast", "LengthForecaster", "Scenarios", "VarianceShares", "forecast_quality"]
 
@@ -256,7 +256,7 @@ class LengthForecaster:
 
     # ---- state --------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the state as JSON-serialisable values: about 35 bytes per remembered prompt and 17 kB for the rest."""
         return {
             "history": self.history.state(),
@@ -272,7 +272,7 @@ class LengthForecaster:
             "sampling_residuals": _encode(self.sampling_residuals.values),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Restore a state. Raises ValueError for a state of another version."""
         if "line" not in state:
             raise ValueError("the checkpoint's length forecasts are of an older version; start a new run")

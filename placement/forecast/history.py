@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+
+from placement.plain_data import JsonObject
 
 COLUMNS = 4  # mean of log length, its effective samples, variance of log length, its degrees of freedom
 
@@ -48,12 +49,12 @@ class LengthHistory:
         while len(self.rows) > self.most:
             del self.rows[next(iter(self.rows))]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         table = np.array(list(self.rows.values()), "<f4").reshape(-1, COLUMNS)
         keys = np.fromiter(self.rows, "<i8", len(self.rows))
         return {"prompts": base64.b64encode(keys.tobytes()).decode(), "table": base64.b64encode(table.tobytes()).decode()}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         keys = np.frombuffer(base64.b64decode(state["prompts"]), "<i8")
         table = np.frombuffer(base64.b64decode(state["table"]), "<f4").reshape(-1, COLUMNS).astype(np.float32)
         self.rows = {int(key): row for key, row in zip(keys, table, strict=True)}

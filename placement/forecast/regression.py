@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+
+from placement.plain_data import JsonObject
 
 RIDGE = 1.0  # strength of the ridge, in prompts
 
@@ -57,10 +57,10 @@ class FeatureLine:
             self._solved = (mean[1:-1], slope, float(mean[-1]), left * count / freedom if freedom > 0 else np.inf)
         return self._solved
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {"sums": self.sums.tolist(), "low": self.low.tolist(), "high": self.high.tolist()}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         self.sums = np.array(state["sums"], float).reshape(len(state["sums"]), -1) if state["sums"] else np.zeros((0, 0))
         self.low, self.high = np.array(state["low"], float), np.array(state["high"], float)
         self.__dict__.pop("_solved", None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from placement.measurements.term import Term
+from placement.plain_data import JsonObject
 
 
 class CallTimes:
@@ -48,10 +48,10 @@ class CallTimes:
             for term in layouts.values():
                 term.settle()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {call: {f"{ranks}x{slots}": term.state() for (ranks, slots), term in found.items()} for call, found in self.terms.items()}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Restore a state. Times of checkpoints before 2026-11-29 do not name their ranks, and are left out."""
         for call, found in state.items():
             for key, term in found.items():

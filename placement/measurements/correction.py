@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from placement.plain_data import JsonObject
 
 KEEP = 128  # newest records
 FADE = 0.93  # factor on a record's weight for each newer one
@@ -133,10 +134,10 @@ class Correction:
         """Return (n,) weights of the records by age and by how close their size is to this prediction's."""
         return np.asarray(self._ages() * np.exp(-0.5 * ((self.sizes - math.log(max(predicted, 1e-12))) / WIDTH) ** 2))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {"sizes": self.sizes.tolist(), "logs": self.logs.tolist(), "made": self.made.tolist()}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         self.sizes, self.logs = np.array(state["sizes"], float), np.array(state["logs"], float)
         # the first states had coverage in place of levels: what they predicted stays, how good it was is counted anew
         self.made = np.array([row for row in state["made"] if len(row) == 3], float).reshape(-1, 3)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from placement.measurements.term import Term
+from placement.plain_data import JsonObject
 from placement.pools import PoolKind
 
 PRIOR_H = 1.0  # node-hours without a preemption that the prior of a pool stands for, if the recipe expects none
@@ -71,11 +71,11 @@ class PoolTimes:
         for term in self.starts.values():
             term.settle()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         rates = {pool: [rate.hours, rate.preemptions] for pool, rate in self.rates.items()}
         return {"starts": {pool: term.state() for pool, term in self.starts.items()}, "rates": rates}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         for pool, term in state["starts"].items():
             self.starts[pool] = Term(1.0)
             self.starts[pool].restore(term)

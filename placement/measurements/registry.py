@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from placement.measurements.correction import FAR, FAR_IN_A_ROW, Accuracy, Corre
 from placement.measurements.pool_times import PoolTimes
 from placement.measurements.term import Term
 from placement.measurements.trial import Trial
+from placement.plain_data import JsonObject
 
 FEW = 5  # predictions of a quantity before its accuracy is shown
 # Quantities in words. Their units are seconds, except for the cost.
@@ -113,10 +113,10 @@ class Measurements:
             if isinstance(one, Term | Correction | Trial | CallTimes | PoolTimes):
                 yield name, one
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {name: one.state() for name, one in self._kept()}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Restore a state. What is missing in it keeps its seed."""
         for name, one in self._kept():
             if name in state:

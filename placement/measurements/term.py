@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from placement.measurements.correction import Correction
+from placement.plain_data import JsonObject
 from placement.speed.robust_fit import fit_shares, scaled_seed
 
 KEEP = 64  # newest records that a term is fitted to
@@ -85,7 +84,7 @@ class Term:
         self._beta = self.seed.copy()
         self._beta[used], _, _ = fit_shares(rows, self.seconds, reference, target, counts=counts)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         self.settle()
         return {
             **{name: getattr(self, name).tolist() for name in ("units", "seconds")},
@@ -93,7 +92,7 @@ class Term:
             "missed": self.missed.state(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Restore a state. The seed stays the constructor's."""
         self.unfitted = []
         self._beta, self.units, self.seconds = (np.array(state[name], float) for name in ("beta", "units", "seconds"))

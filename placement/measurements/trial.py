@@ -8,9 +8,10 @@ without, and the run's own times and costs say which was better.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+
+from placement.plain_data import JsonObject
 
 KEEP = 128  # newest steps
 FADE = 0.97  # factor on a step's weight for each newer one
@@ -80,9 +81,9 @@ class Trial:
         self.since = self.since + 1 if is_better else 0
         self.values = np.vstack([self.values, [float(taken), math.log(ratio)]])[-KEEP:]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {"values": self.values.tolist(), "since": self.since}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         self.values = np.array(state["values"], float).reshape(-1, 2)
         self.since = state["since"]

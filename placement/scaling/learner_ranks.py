@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from placement.plain_data import JsonObject
 from placement.planning.objective import Objective
 from placement.scaling.learner_size import MIN_TRIALS, LearnerSize
 from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, Decision, Hold, ResizeHistory, kind_of_change, pays_back, time_value
@@ -147,10 +147,10 @@ class LearnerRanks:
         for size in self.sizes.values():
             size.settle()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {str(ranks): size.state() for ranks, size in self.sizes.items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         for key, of_ranks in state.items():
             if int(key) in self.sizes:  # the recipe may have another limit now
                 self.sizes[int(key)].restore(of_ranks)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from placement.measurements.term import Term
+from placement.plain_data import JsonObject
 from placement.scaling.resize_policy import Decision, kind_of_change
 
 MIN_TRIALS = 2  # trials of each count before counts are compared
@@ -90,10 +90,10 @@ class LearnerSize:
         for term in self.terms.values():
             term.settle()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {str(count): [self.tried[count], self.terms[count].state(), self.updates_since[count]] for count in self.counts}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         for key, (tried, term, *since) in state.items():
             if int(key) in self.terms:  # the recipe may have another limit now
                 self.tried[int(key)] = tried

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from placement.measurements.term import Term
+from placement.plain_data import JsonObject
 
 MARGIN = 0.1  # share of the cost without the service that the service must save: fitted times are no more accurate
 MODES = ("auto", "on", "off")
@@ -197,9 +197,9 @@ class PrefixSpeed:
         """Record the seconds of a prefill phase in which no job ran."""
         self.step.observe(0.0, overhead_s)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {name: getattr(self, name).state() for name in ("prefill", "save", "load", "fetch", "step")}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         for name, one in state.items():
             getattr(self, name).restore(one)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.catalog import catalog
+from placement.plain_data import JsonObject
 from placement.speed.model_sizes import QUANTIZATIONS, Model
 from placement.speed.roofline import Device, check_width, possible_widths
 
@@ -44,7 +45,7 @@ class Setting:
     algorithm: str
     prompts: int
     samples: int
-    lengths: str | dict[str, Any] = "gsm8k"
+    lengths: str | JsonObject = "gsm8k"
     trace: Path | None = None
     trace_column: str | None = None
     tensor_parallel: int | str = 1
@@ -128,7 +129,7 @@ def load(path: Path, width: int | str = 1) -> Setting:
     return parse(tree, path.parent, width)
 
 
-def parse(tree: dict[str, Any], folder: Path = Path(), width: int | str = 1) -> Setting:
+def parse(tree: JsonObject, folder: Path = Path(), width: int | str = 1) -> Setting:
     """Build a setting from a mapping. Raises ValueError naming a key that is unknown (with the nearest), missing or out of range."""
     shipped = catalog.read("settings")
     merged = dict(shipped["defaults"])
@@ -164,12 +165,12 @@ def parse(tree: dict[str, Any], folder: Path = Path(), width: int | str = 1) -> 
     return setting
 
 
-def _match_choices(given: dict[str, Any]) -> dict[str, str]:
+def _match_choices(given: JsonObject) -> dict[str, str]:
     """Return the values of keys that take a name, as `CHOICES` spells them. Raises ValueError for an unknown one."""
     return {key: catalog.match_name(key, given[key], list(known)) for key, known in CHOICES.items() if key in given}
 
 
-def _phases(given: dict[str, Any]) -> dict[str, float]:
+def _phases(given: JsonObject) -> dict[str, float]:
     if not isinstance(given, dict):
         raise ValueError(f"`phases` must be a mapping such as {{warm_start_s: 3.0}}, not {given!r}")
     known = list(catalog.read("phases"))

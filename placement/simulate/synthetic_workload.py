@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from placement.catalog.catalog import match_name, number, read, values
 from placement.forecast.recorded_lengths import read_lengths
+from placement.plain_data import JsonObject
 
 MAX_DEVIATION = 10  # standard deviation of log length: at 10, one deviation is a factor of 20,000
 
@@ -34,7 +34,7 @@ class SyntheticWorkload:
 
 
 def synthesise(
-    name: str | dict[str, Any],
+    name: str | JsonObject,
     *,
     prompts: int,
     samples: int,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from placement.plain_data import JsonObject
 from placement.speed.robust_fit import fit_shares, robust_sd, scaled_seed
 
 
@@ -134,7 +134,7 @@ class SpeedFit:
         off = float(np.log(y.sum()) - np.log(max(predicted.sum(), 1e-300)))
         self.errors = FADE * self.errors + np.array([min(off**2, 1.0), 1.0])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the fit as JSON-serialisable values."""
         speed = self.speed
         return {
@@ -147,7 +147,7 @@ class SpeedFit:
             "records": self.records,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Restore a state. The seed stays the constructor's. Raises ValueError for a state of another version."""
         if "gram" not in state:
             raise ValueError("the checkpoint's speed fit is of an older version; start a new run")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from placement.config_sizes import wrong_size
 from placement.memory import text_part, ties_ends
+from placement.plain_data import JsonObject
 
 BYTES = 2  # bf16
 SIZES: dict[str, tuple[str, ...]] = {  # names of sizes in Hugging Face configurations, the common one first
@@ -61,7 +61,7 @@ class Model:
     quantization: str = "off"
 
     @classmethod
-    def from_config(cls, name: str, config: dict[str, Any]) -> Model:
+    def from_config(cls, name: str, config: JsonObject) -> Model:
         """Build from a Hugging Face configuration of a decoder. Raises ValueError naming a missing or wrong field.
 
         Mixtures of experts are counted as if every layer had experts.

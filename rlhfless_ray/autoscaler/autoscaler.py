@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -42,6 +41,7 @@ from rlhfless_ray.autoscaler.learner_sizing import LearnerSizing
 from rlhfless_ray.autoscaler.predictor import Predictor, response_tokens
 from rlhfless_ray.autoscaler.rollout_frontiers import RolloutFrontiers
 from rlhfless_ray.autoscaler.step_predictor import StepPredictor
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.step.rollout_plan import Prediction, RolloutPlan
 from rlhfless_ray.types import Prompt, Sample
@@ -372,7 +372,7 @@ class Autoscaler:
         """Return the plans with the time and cost by which the objective compares them: beside an update, those of the step."""
         return plans if update is None else [step_plan(plan, update, self.criteria.objective) for plan in plans]
 
-    def quality(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
+    def quality(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> JsonObject:
         """Return metrics of the step's forecast, of the best plan for the true lengths, and of the lower bounds."""
         self.predictor.learn()
         row = {"pool/rollout_actors": self.actors}
@@ -380,7 +380,7 @@ class Autoscaler:
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {
             **self.predictor.state(),
             **({"width_history": asdict(self.width_history)} if self.engines.expected else {}),
@@ -389,7 +389,7 @@ class Autoscaler:
             "second": self.criteria.value_per_s,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         self.predictor.restore(state)
         if state.get("width") in self.engines.expected:
             self.width_history = ResizeHistory(**state["width_history"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from placement.scaling.engine_width import scale_speed
 from placement.speed.decode_speed import Speed, SpeedFit
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
+from rlhfless_ray.common.json_types import JsonObject
 
 
 class EngineSpeeds:
@@ -53,11 +53,11 @@ class EngineSpeeds:
         self.fit, self.width, self.by_pool = fit, width, {}
         self.capacity = self.expected[width].capacity or math.inf
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the state of a run whose planner chooses the width, else an empty one: `fit` has its own."""
         return {"width": self.width, "speeds": {width: fit.state() for width, fit in self.fits.items()}} if self.expected else {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         fits = {int(width): fit for width, fit in state["speeds"].items()}  # JSON has made strings of the widths
         self.fits = {width: self.fit_of(width) for width in fits if width in self.expected}
         for width, fit in self.fits.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from placement.market import Bid, bid_of
 from placement.planning.objective import Objective
@@ -13,6 +12,7 @@ from placement.planning.plan import Plan
 from placement.scaling.learner_size import MIN_TRIALS, LearnerSize
 from placement.scaling.phase_delay import Delay, delay
 from placement.scaling.resize_policy import time_value
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.pool_client import PoolClient
 
 # Seconds until a rollout has moved the responses of an engine that it gives up: a move by pages pauses for 0.2 s at 494 M parameters, and
@@ -166,7 +166,7 @@ class MarketBids:
         found = delay(usable, have, view.due, value_per_s)
         return found if found.seconds else replace(found, slots=most)
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         return self.pool.view.metrics()
 
     def _bid(

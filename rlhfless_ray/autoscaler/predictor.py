@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from placement.scaling.overlapped_step import Rest, Update
 from placement.speed.decode_speed import Speed, SpeedFit
 from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
 from rlhfless_ray.common.errors import describe_failure
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Prompt, Sample
@@ -223,7 +224,7 @@ class Predictor:
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         self.learn()
         return {
             **self.engines.state(),
@@ -236,7 +237,7 @@ class Predictor:
             "learner_slots": self.learner_slots,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         self.forecaster.restore(state["forecaster"])
         if state.get("width") in self.engines.expected:
             self.engines.restore(state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from placement.pools import OWN, PoolKind
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.autoscaler.step_predictor import StepPredictor
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.types import Prompt, Sample
 
 MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier
@@ -124,7 +124,7 @@ class RolloutFrontiers:
         """Return the sum of the engines' prices of a slot, relative to that of any other slot."""
         return sum(self._price(self.kinds[number]) for number in plan.pools)
 
-    def judge(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
+    def judge(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> JsonObject:
         """Return metrics of the forecast, of the best plan for the true lengths, and of the lower bounds. Calibrates the forecaster."""
         lengths = response_tokens(samples)
         ranks = LengthRanks.of(scenarios.lengths, lengths)

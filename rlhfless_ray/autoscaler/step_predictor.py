@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from placement.scaling.overlapped_step import Update
 from placement.scaling.resize_policy import Decision, Park, Release
 from rlhfless_ray.autoscaler.criteria import Criteria
 from rlhfless_ray.autoscaler.predictor import REGRANT_S, Predictor
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.step.rollout_plan import Prediction, RolloutPlan
 from rlhfless_ray.types import Prompt
 
@@ -67,7 +68,7 @@ class StepPredictor:
             tried[measure] = self.predictor.safely("a trial", trial.decide, lambda: True)
         return tried[measure]
 
-    def observe_plan(self, plan: RolloutPlan, row: Mapping[str, Any]) -> None:
+    def observe_plan(self, plan: RolloutPlan, row: JsonObject) -> None:
         """Compare a finished step with its plan. `row`: the step's metrics.
 
         A rollout beside an update is in the step before, so only the whole step is compared then. An evaluation is in no plan.
@@ -81,7 +82,7 @@ class StepPredictor:
             self.predictor.terms.cost.observe(plan.cost.by_model, row["cost/rollout_slot_s"])
         self.predictor.terms.step.observe(plan.step.by_model, row["step_s"])
 
-    def accuracy(self) -> dict[str, Any]:
+    def accuracy(self) -> JsonObject:
         """Return metrics of how good the newest predictions of each quantity were, see `Accuracy`."""
         return {
             f"accuracy/{name}/{figure}": value
@@ -89,11 +90,11 @@ class StepPredictor:
             for figure, value in asdict(found).items()
         }
 
-    def far_off(self, row: Mapping[str, Any]) -> list[str]:
+    def far_off(self, row: JsonObject) -> list[str]:
         """Return a sentence for each quantity whose newest forecasts were all far off, with what the step's metrics know of the cause."""
         return [f"{sentence} ({_cause(row)})" for sentence in self.predictor.terms.take_far_off()]
 
-    def _observe_trials(self, tried: Mapping[str, bool], plan: RolloutPlan, row: Mapping[str, Any]) -> None:
+    def _observe_trials(self, tried: Mapping[str, bool], plan: RolloutPlan, row: JsonObject) -> None:
         """Judge the measures that the step wanted by its time and its rollout's cost, both as the objective weighs them."""
         price = 1 / self.criteria.value_per_s if self.predictor.recipe.functions.elastic else 0.0
         planned = plan.step.corrected + price * plan.cost.corrected
@@ -187,7 +188,7 @@ class StepPredictor:
         return self.predictor.safely("timing a wake", weigh, lambda: None)
 
 
-def _cause(row: Mapping[str, Any]) -> str:
+def _cause(row: JsonObject) -> str:
     """Say why a step went otherwise than forecast, as far as its metrics tell."""
     step_s, tokens = row["step_s"], row.get("length/mean") or 0.0
     if row.get("faults/replaced"):

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import Lease, Slot
@@ -92,7 +93,7 @@ class Instance:
         """Whether its start has succeeded or failed."""
         return self.opened is not None and bool(ray.wait([self.opened], timeout=0)[0])
 
-    def start_result(self, seconds: float) -> dict[str, Any]:
+    def start_result(self, seconds: float) -> JsonObject:
         """Return the result of the start, see `WorkerPool`.
 
         Raises RunError with the cause if the start fails or takes longer than `seconds`, and ProcessLost if the process was

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
+
+from rlhfless_ray.common.json_types import JsonObject
 
 FETCH_S = 2.0  # timeout of a request: metadata servers answer in milliseconds
 AT_ONCE_S = 30.0  # notice of a cloud that gives no time: Google's and the least of Azure's
@@ -81,7 +82,7 @@ def removal_s(text: str, own_name: Callable[[], str] = str) -> float | None:
     return _time(notice.get("time") or "") if notice.get("action") in ("terminate", "stop", "hibernate") else None
 
 
-def _concerns(event: dict[str, Any], own_name: Callable[[], str]) -> bool:
+def _concerns(event: JsonObject, own_name: Callable[[], str]) -> bool:
     """Return whether one of Azure's events takes this machine away."""
     named = event.get("Resources") or []
     return event.get("EventType") in TAKEN_AWAY and (not named or own_name().strip() in named)

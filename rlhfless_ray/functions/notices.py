@@ -32,7 +32,7 @@ class NoticePolls:
         `source`: a key of SOURCES, a URL or a file; with `{address}` this node asks for every other one. `nodes`: returns Ray's list.
         """
         self.source, self.nodes, self.say = SOURCES.get(source, source), nodes, say
-        self.readers: dict[str, Any] = {}  # actors, by the node on which they run
+        self.readers: JsonObject = {}  # actors, by the node on which they run
         self.asked: dict[Any, tuple[str, str]] = {}  # by the reference of an answer: the node that it is about, and that of its reader
         self.known: dict[str, float] = {}  # notices by node
         self.said: set[tuple[str, str]] = set()

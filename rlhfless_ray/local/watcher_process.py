@@ -19,7 +19,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from rlhfless_ray.common.json_types import JsonObject
 
 GCS = "GCS"  # begins the name of Ray's control service
 LOOK_MS = 1000  # interval of looking for processes that stand still
@@ -90,7 +91,7 @@ class DriverWatch:
         with contextlib.suppress(OSError):
             self.driver_code = int(stat_of(self.driver)[-1])
 
-    def take(self, told: dict[str, Any]) -> None:
+    def take(self, told: JsonObject) -> None:
         self.sessions |= set(told.get("sessions", ()))
         self.temporary = told.get("temporary", self.temporary)
         if "ray" in told:
@@ -218,7 +219,7 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def read_status(folder: Path) -> dict[str, Any]:
+def read_status(folder: Path) -> JsonObject:
     try:
         return dict(json.loads((folder / "status.json").read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -14,6 +14,8 @@ from rlhfless_ray.report.formatting import finite, natural_order
 MAX_SEGMENTS = 24_000  # about 0.8 MB in the page, drawn in a few milliseconds
 JOIN_S = 0.001  # shorter gaps come from rounding
 
+Segments = list[list[Any]]  # of a lane: from and to in seconds, and (kind, activity, instance, step)
+
 
 def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
     """Return the data of `gantt.js`: columns of integers (milliseconds; indices into name lists), or None without a ledger.
@@ -29,8 +31,8 @@ def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
     if not rows:
         return None
     several_nodes = len({row.get("node") for row in rows}) > 1
-    lanes: dict[str, list[list[Any]]] = {}
-    parked: dict[str, list[list[Any]]] = {}
+    lanes: dict[str, Segments] = {}
+    parked: dict[str, Segments] = {}
     pools: dict[str, str] = {}
 
     def label_of(row: Row) -> str:
@@ -54,7 +56,7 @@ def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
     bands = [[pool, len([*group])] for pool, group in groupby(labels, pools.__getitem__)]
     marks = [[labels.index(label_of(row)), _ms(row["to_s"]), _ms(row["seconds"])] for row in preempted if label_of(row) in lanes]
     names: dict[str, dict[str, int]] = {"kinds": {}, "activities": {}, "instances": {}}
-    columns: dict[str, list[Any]] = {key: [] for key in ("lane", "from", "to", "kind", "activity", "instance", "step")}
+    columns: dict[str, list[object]] = {key: [] for key in ("lane", "from", "to", "kind", "activity", "instance", "step")}
     for i, label in enumerate(labels):
         for from_s, to_s, (kind, activity, instance, step) in [*parked.get(label, ()), *lanes[label]]:
             columns["lane"].append(i)
@@ -72,14 +74,14 @@ def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
     }  # fmt: skip
 
 
-def _merge(lanes: dict[str, list[list[Any]]]) -> float | None:
+def _merge(lanes: dict[str, Segments]) -> float | None:
     total = sum(len(segments) for segments in lanes.values())
     if total <= MAX_SEGMENTS:
         return None
     spans = sorted(segment[1] - segment[0] for segments in lanes.values() for segment in segments)
     threshold: float = spans[total - MAX_SEGMENTS]
     for label, segments in lanes.items():
-        kept: list[list[Any]] = []
+        kept: Segments = []
         for segment in segments:
             if kept and segment[1] - segment[0] <= threshold and segment[0] - kept[-1][1] <= threshold:
                 kept[-1][1] = max(kept[-1][1], segment[1])

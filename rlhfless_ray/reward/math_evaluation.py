@@ -20,6 +20,9 @@ ZERO_BITS = 1000  # a sum smaller than its parts by so much is zero
 MAX_EXPONENT_BITS = 10**6  # of a number that is not exact
 
 
+Number = Any  # a Fraction, or a number of mpmath, which has no types
+
+
 @lru_cache(1)
 def _context() -> Any:
     """Return a context of our own, so that the precision of mpmath's global one stays as it is."""
@@ -35,9 +38,9 @@ class ExpressionEvaluation:
 
     def __init__(self) -> None:
         self.point, self.left = 0, MAX_WORK
-        self.known: dict[tuple[Node, int], Any] = {}
+        self.known: dict[tuple[Node, int], Number] = {}
 
-    def at(self, tree: Node, point: int) -> Any:
+    def at(self, tree: Node, point: int) -> Number:
         """Return the value at a point, None if there is none. Raises TooLarge."""
         if (tree, point) not in self.known:
             self.point = point
@@ -47,7 +50,7 @@ class ExpressionEvaluation:
                 self.known[tree, point] = None
         return self.known[tree, point]
 
-    def value(self, tree: Node) -> Any:
+    def value(self, tree: Node) -> Number:
         self.spend(1)
         return tree[1] if tree[0] == "number" else self.checked(getattr(self, f"_{tree[0]}")(*tree[1:]))
 
@@ -56,7 +59,7 @@ class ExpressionEvaluation:
         if self.left < 0:
             raise TooLarge("the expression takes too much work")
 
-    def checked(self, value: Any) -> Any:
+    def checked(self, value: Number) -> Number:
         """Return the value if it is finite and small enough to go on with."""
         if isinstance(value, Fraction):
             bits = value.numerator.bit_length() + value.denominator.bit_length()
@@ -71,24 +74,24 @@ class ExpressionEvaluation:
             raise TooLarge("the value is too large or too small")
         return value
 
-    def _variable(self, name: str) -> Any:
+    def _variable(self, name: str) -> Number:
         """Return an irrational number from 1.2 to 2.4: positive at the points 0 and 1, negative at 2, of either sign at others."""
         seed = zlib.crc32(f"{name} {self.point}".encode())
         size = _context().sqrt(seed % 999983 + 400000) / 500
         return -size if self.point == 2 or (self.point > 2 and seed % 2 == 0) else size
 
-    def _constant(self, name: str) -> Any:
+    def _constant(self, name: str) -> Number:
         context = _context()
         return context.mpc(0, 1) if name == "i" else +getattr(context, name)
 
-    def _degree(self) -> Any:
+    def _degree(self) -> Number:
         return _context().pi / 180
 
-    def _negative(self, part: Node) -> Any:
+    def _negative(self, part: Node) -> Number:
         return -self.value(part)
 
-    def _sum(self, *parts: Node) -> Any:
-        total: Any = Fraction(0)
+    def _sum(self, *parts: Node) -> Number:
+        total: Number = Fraction(0)
         for part in parts:
             before, total = total, total + self.value(part)  # mpmath adds and multiplies Fractions, too
             if before and total and not isinstance(total, Fraction) and _context().mag(total) < _context().mag(before) - ZERO_BITS:
@@ -96,19 +99,19 @@ class ExpressionEvaluation:
             self.checked(total)
         return total
 
-    def _product(self, *parts: Node) -> Any:
-        total: Any = Fraction(1)
+    def _product(self, *parts: Node) -> Number:
+        total: Number = Fraction(1)
         for part in parts:
             total = self.checked(total * self.value(part))
         return total
 
-    def _inverse(self, part: Node) -> Any:
+    def _inverse(self, part: Node) -> Number:
         value = self.value(part)
         if value == 0:
             raise UnreadableExpression("a division by zero")
         return 1 / value
 
-    def _power(self, base_tree: Node, exponent_tree: Node) -> Any:
+    def _power(self, base_tree: Node, exponent_tree: Node) -> Number:
         base, exponent = self.value(base_tree), self.value(exponent_tree)
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
             if exponent.denominator == 1:
@@ -126,7 +129,7 @@ class ExpressionEvaluation:
             raise TooLarge("the power is too large")
         return Fraction(base**exponent)
 
-    def inexact_power(self, base: Any, exponent: Any) -> Any:
+    def inexact_power(self, base: Number, exponent: Number) -> Number:
         if base == 0:
             raise UnreadableExpression("a power of zero")
         base, exponent = approximate(base), approximate(exponent)
@@ -135,13 +138,13 @@ class ExpressionEvaluation:
             raise TooLarge("the power is too large")
         return base**exponent
 
-    def _root(self, part: Node, index_tree: Node) -> Any:
+    def _root(self, part: Node, index_tree: Node) -> Number:
         value, index = self.value(part), self.value(index_tree)
         if not isinstance(index, Fraction) or index.denominator != 1 or not 1 < index < 64:
             return self.inexact_power(value, self._inverse(index_tree))
         return self.root(value, index.numerator)
 
-    def root(self, value: Any, index: int) -> Any:
+    def root(self, value: Number, index: int) -> Number:
         """Return the real root of a real number where there is one, exactly where it is rational."""
         self.spend(10)
         if is_real(value) and value < 0 and index % 2:
@@ -152,7 +155,7 @@ class ExpressionEvaluation:
                 return Fraction(exact[0], exact[1])
         return _context().root(approximate(value), index)
 
-    def _factorial(self, part: Node) -> Any:
+    def _factorial(self, part: Node) -> Number:
         value = self.value(part)
         if not _is_whole(value) or value < 0:
             return self.function("factorial", 800, 10, value)
@@ -160,7 +163,7 @@ class ExpressionEvaluation:
             raise TooLarge("the factorial is too large")
         return Fraction(math.factorial(value.numerator))
 
-    def _binomial(self, above_tree: Node, below_tree: Node) -> Any:
+    def _binomial(self, above_tree: Node, below_tree: Node) -> Number:
         above, below = self.value(above_tree), self.value(below_tree)
         if _is_whole(above) and _is_whole(below) and 0 <= below <= above:
             if min(below, above - below) * above.numerator.bit_length() > MAX_BITS // 4:
@@ -168,12 +171,12 @@ class ExpressionEvaluation:
             return Fraction(math.comb(above.numerator, below.numerator))
         if not _is_whole(below) or not 0 <= below <= 50:
             return self.function("binomial", 1500, 10, above, below)
-        total: Any = Fraction(1)
+        total: Number = Fraction(1)
         for i in range(int(below)):
             total = self.checked(total * (above - i) / (i + 1))
         return total
 
-    def _call(self, name: str, argument: Node) -> Any:
+    def _call(self, name: str, argument: Node) -> Number:
         value, context = self.value(argument), _context()
         if name == "abs":
             return abs(value)
@@ -190,7 +193,7 @@ class ExpressionEvaluation:
             raise UnreadableExpression(f"{name} has no value there")
         return Fraction(0) if result and context.mag(result) < -ZERO_BITS else result
 
-    def function(self, name: str, work: int, limit_bits: int, *values: Any) -> Any:
+    def function(self, name: str, work: int, limit_bits: int, *values: Number) -> Number:
         """Call a function of mpmath with numbers below a limit."""
         self.spend(work)
         if any(value and _context().mag(value) > limit_bits for value in values):
@@ -201,7 +204,7 @@ class ExpressionEvaluation:
             raise UnreadableExpression(f"{name} has no value there") from None
 
 
-def approximate(value: Any) -> Any:
+def approximate(value: Number) -> Number:
     """Return the value as a number of mpmath."""
     return _context().mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
@@ -222,7 +225,7 @@ def _integer_root(value: int, index: int) -> int | None:
     return root if root**index == value else None
 
 
-def is_equal_value(left: Any, right: Any) -> bool:
+def is_equal_value(left: Number, right: Number) -> bool:
     """Compare two values: exactly if both are exact."""
     if left == 0 or right == 0 or (isinstance(left, Fraction) and isinstance(right, Fraction)):
         return bool(left == right)
