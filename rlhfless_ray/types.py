@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,9 +115,6 @@ class Sample:
     def total_tokens(self) -> int:
         """Number of tokens of prompt and response together."""
         return len(self.prompt.token_ids) + len(self.completion.token_ids)
-
-
-AnySample = TypeVar("AnySample", bound=Sample)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import ray
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.functions.ledger import read_ledger
+from rlhfless_ray.functions.ledger import read_ledger_lines
 from rlhfless_ray.rollout.live_rollout import LiveRollout
 from rlhfless_ray.session.early_work import EarlyWork
 from rlhfless_ray.step.rollout_plan import RolloutPlan
@@ -71,5 +71,5 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
     assert [row["drafter/failures"] for row in told] == [0, 0, 1, 0, 0] and not any(row["faults/bugs"] for row in told)
     assert told[1]["drafter/version"] >= 1 and told[3]["drafter/version"] >= 2
     assert all(row["drafter/kl"] > 0 for row in told if row["drafter/updates"])
-    held = [row for row in read_ledger(folder / "ledger.csv") if row.kind == "drafter" and row.slots]
+    held = [row for row in read_ledger_lines(folder / "ledger.csv")[0] if row.kind == "drafter" and row.slots]
     assert {row.what for row in held} >= {"train the drafter"} and sum(row.money for row in held) > 0

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe
-from rlhfless_ray.functions.ledger import read_ledger
+from rlhfless_ray.functions.ledger import read_ledger_lines
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.step_calls import StepCalls
 from rlhfless_ray.rollout.live_rollout import LiveRollout
@@ -110,7 +110,7 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
     )
     rows = rows_of(run)
     assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead
-    ledger = read_ledger(run / "ledger.csv")
+    ledger = read_ledger_lines(run / "ledger.csv")[0]
     work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
     for kind, what in (("reference", "log-probabilities"), ("learn", "log-probabilities"), ("critic", "values")):
         passes = [row for row in ledger if (row.kind, row.what) == (kind, what)]

@@ -87,26 +87,6 @@ def rollout_bounds(
     )
 
 
-def cost_bound(
-    lengths: np.ndarray,
-    speed: Speed,
-    time_s: float,
-    *,
-    max_actors: int,
-    price: float = 1.0,
-    prompts: np.ndarray | float | None = None,
-    transfer_s: float = 0.0,
-) -> float:
-    """Return the least cost of any plan for known lengths (n,) within `time_s` on one kind of actor.
-
-    Returns infinity where the filling argument (`rollout_bounds`) shows that there is no such plan.
-    """
-    work = RolloutWorkload.from_arguments(lengths, speed, max_actors=max_actors, price=price, prompts=prompts, transfer_s=transfer_s)
-    if not work.known:
-        raise ValueError("cost_bound takes known lengths (n,), not scenarios")
-    return CostBound(work, 0, work.kinds[0]).cost(time_s)
-
-
 class CostBound:
     """The filling argument for one kind of actor: fill actors with fractions of sequences, longest first."""
 

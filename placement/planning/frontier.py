@@ -71,7 +71,7 @@ def frontier(
     actors or a smaller sum of group maxima. T sweeps down over every makespan. Exact over all partitions, on any pools,
     for up to SMALL sequences (`all_partitions`). Up to PACKED sequences, on one pool whose capacity does not bind,
     leftover time is packed as well (`best_fit`). Beyond that, contiguity cost 0.2 % at the worst point of a frontier,
-    measured against `cost_bound` (16 actors, 512 sequences, five draws of log-normal lengths). Several pools: see
+    measured against `CostBound` (16 actors, 512 sequences, five draws of log-normal lengths). Several pools: see
     `frontier_pools`. Scenarios: see `scenario_plans`. Where actors may be preempted, times are expected ones
     (`RolloutWorkload.ends_s`), and short responses go there.
 

@@ -73,7 +73,7 @@ def best_fit(work: RolloutWorkload, known: Sequence[Partition]) -> list[Partitio
 
     Each sequence, longest first, joins the fullest group that it fits in, and opens one only if it fits in none.
 
-    Measured on 16 actors against `cost_bound` (six draws of log-normal lengths): with 16, 32 and 128 sequences the
+    Measured on 16 actors against `CostBound` (six draws of log-normal lengths): with 16, 32 and 128 sequences the
     worst point of the frontier goes from 8.2, 6.5 and 3.9 % above the bound to 4.9, 2.6 and 1.1 %.
     """
     kind = work.kinds[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,9 +60,6 @@ class ModelSize:
         if whole is None or body is None:
             return None
         return cls(key, config, whole, body, sum(file.stat().st_size for file in path.glob(f"*{WEIGHTS}") if file.is_file()))
-
-
-Models = Mapping[str, ModelSize]
 
 
 def models_of(recipe: Recipe | SupervisedRecipe, fetch: bool = True, policy: tuple[JsonObject, int] | None = None) -> dict[str, ModelSize]:

@@ -48,11 +48,6 @@ def local_path(text: str) -> str:
     return expand(text)
 
 
-def local_paths(text: str) -> str:
-    """Return paths separated by commas, each as by `local_path`."""
-    return re.sub(r"[^,\s][^,]*", lambda part: local_path(part[0]), text)
-
-
 def _address_or_path(text: str) -> str:
     return text if "://" in text else expand(text)
 
@@ -83,9 +78,8 @@ def given_path(path: str | Path, where: str) -> Path:
 
 
 LocalPath = Annotated[str, AfterValidator(local_path)]
-LocalPaths = Annotated[str, AfterValidator(local_paths)]
-"""Several paths separated by commas."""
 InputPath = Annotated[str, AfterValidator(input_path)]
 InputPaths = Annotated[str, AfterValidator(input_paths)]
+"""Several paths separated by commas."""
 RemoteFolder = Annotated[str, AfterValidator(remote_folder)]
 AddressOrPath = Annotated[str, AfterValidator(_address_or_path)]

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import Pool, Speed, frontier, rollout_bounds
-from placement.planning.bounds import cost_bound
+from placement.planning.bounds import CostBound
+from placement.planning.workload import RolloutWorkload
+
+
+def cost_bound(lengths: np.ndarray, speed: Speed, time_s: float, **arguments: float) -> float:
+    """The least cost of any plan within `time_s`, by filling actors with fractions of sequences."""
+    work = RolloutWorkload.from_arguments(lengths, speed, **arguments)
+    return CostBound(work, 0, work.kinds[0]).cost(time_s)
+
 
 LENGTHS = st.lists(st.integers(1, 1500), min_size=1, max_size=60).map(lambda values: np.array(values, float))
 SPEED = st.builds(Speed, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.sampled_from([0.0, 1e-6]))
@@ -79,8 +87,3 @@ def test_which_argument_gave_the_bound() -> None:
     assert rollout_bounds(np.array([900.0, 1, 1]), Speed(0.01, 0.001), 3).reason == "longest response alone"
     assert rollout_bounds(np.full(50, 100.0), Speed(0.0, 0.001), 3).reason == "work over actors"
     assert rollout_bounds(np.array([100.0] * 30 + [90.0] * 30), Speed(0.02, 0.001), 3).reason == "filling"
-
-
-def test_a_cost_bound_needs_known_lengths() -> None:
-    with pytest.raises(ValueError, match="known lengths"):
-        cost_bound(np.array([[1.0, 2.0], [3.0, 4.0]]), Speed(1, 1), 5.0, max_actors=1)
