@@ -41,8 +41,7 @@ class Settings:
 
     cost_weight: weight of cost in time + cost_weight · cost (seconds per actor-second). max_actors: actors that may be leased. pause_s
     (n,) or one: seconds for which a moved sequence does not decode, at worst. work_s (n,) or one: seconds for which its new actor does not
-    decode, because it takes over the context. start_s: seconds from lease to first token of a new actor. speeds, prices (max_actors,): of
-    each actor, if they differ. Prices are relative to an actor-second of weight 1.
+    decode, because it takes over the context. start_s: seconds from lease to first token of a new actor.
     """
 
     cost_weight: float
@@ -50,8 +49,6 @@ class Settings:
     pause_s: np.ndarray | float = 0.0
     work_s: np.ndarray | float = 0.0
     start_s: float = 0.0
-    speeds: tuple[Speed, ...] = ()
-    prices: tuple[float, ...] = ()
 
     @property
     def is_free(self) -> bool:
@@ -61,11 +58,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moves:
-    """Where each sequence belongs, actor (n,), and why. time_saved_s, cost_saved: mean saving against staying, 0 for a first placement."""
+    """Where each sequence belongs, actor (n,), and why. time_saved_s: mean saving against staying, 0 for a first placement."""
 
     actor: np.ndarray
     time_saved_s: float
-    cost_saved: float
     reason: str
 
 
@@ -73,7 +69,6 @@ def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
     """Find moves that lower time + cost_weight · cost, or return the present actors.
 
     An actor takes base · the longest of its sequences + the work of all, in each draw. Time is that of the slowest actor, and cost the sum.
-    speed: of every actor, unless `settings.speeds` has others. A move then counts with the speeds of both actors.
 
     Sequences that have no actor yet, and all if moves are free, are spread over as many actors as the square-root law asks for
     (`square_root_law`). Shares are equal, or grow geometrically from those that probably have most left, if that is better by `MUST_GAIN`.
@@ -91,7 +86,7 @@ def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
     reasons = search.run()
     before, after = search.seconds(stay), search.seconds(search.actor)
     saved_s = float((before.max(0) - after.max(0)).mean())
-    return Moves(search.actor, saved_s, float((search.price * (before - after)).sum(0).mean()), "; ".join(reasons) or "staying is as good")
+    return Moves(search.actor, saved_s, "; ".join(reasons) or "staying is as good")
 
 
 def square_root_law(live: int, ratio: float, cost_weight: float) -> int:
@@ -108,40 +103,33 @@ class MoveSearch:
 
     def __init__(self, live: LiveState, speed: Speed, settings: Settings) -> None:
         self.live, self.speed, self.settings, self.actor = live, speed, settings, live.actor.copy()
-        kinds = list(dict.fromkeys(settings.speeds)) or [speed]
-        self.kind = np.array([kinds.index(own) for own in settings.speeds] or [0] * settings.max_actors)  # of each actor
-        self.base_s = np.array([max(kind.base_s, 1e-9) for kind in kinds])
-        self.price = np.array(settings.prices or (1.0,) * settings.max_actors)[:, None]
-        work = [kind.per_seq_s * live.left for kind in kinds]
-        for k, kind in enumerate(kinds):
-            if kind.per_ctx_s:
-                work[k] = work[k] + kind.per_ctx_s * live.left * (live.context[:, None] + live.left / 2)
+        self.base_s = max(speed.base_s, 1e-9)
+        work = speed.per_seq_s * live.left
+        if speed.per_ctx_s:
+            work = work + speed.per_ctx_s * live.left * (live.context[:, None] + live.left / 2)
         n = len(live.left)
-        pause = np.broadcast_to(settings.pause_s, n)[:, None]
-        # by kind: the work of each sequence there, the same after a move, and the tokens then, a pause as tokens that it would make
-        self.work = np.array(work)
-        self.more = self.work + np.broadcast_to(settings.work_s, n)[:, None]
-        self.late = np.array([live.left + pause / base_s for base_s in self.base_s])
+        # the work of each sequence, the same after a move, and the tokens then, a pause as tokens that it would make
+        self.work = work
+        self.more = work + np.broadcast_to(settings.work_s, n)[:, None]
+        self.late = live.left + np.broadcast_to(settings.pause_s, n)[:, None] / self.base_s
         self.rank = np.argsort(-live.left.mean(1), kind="stable")
 
     def seconds(self, actor: np.ndarray) -> np.ndarray:
         """Return (actors, S) seconds of each actor, with the price of what has moved."""
         moved = (actor != self.live.actor)[:, None]
-        kind, every = self.kind[actor], np.arange(len(actor))
-        tokens = np.where(moved, self.late[kind, every], self.live.left)
-        work = np.where(moved, self.more[kind, every], self.work[kind, every])
+        tokens, work = np.where(moved, self.late, self.live.left), np.where(moved, self.more, self.work)
         order = np.argsort(actor, kind="stable")
         first = np.flatnonzero(np.diff(actor[order], prepend=-2))
         found = np.zeros((self.settings.max_actors, tokens.shape[1]))
         used = actor[order][first]
-        found[used] = self.base_s[self.kind[used], None] * np.maximum.reduceat(tokens[order], first) + np.add.reduceat(work[order], first)
+        found[used] = self.base_s * np.maximum.reduceat(tokens[order], first) + np.add.reduceat(work[order], first)
         if self.settings.start_s:
             found[[a for a in used.tolist() if a not in self.live.opened]] += self.settings.start_s
         return found
 
     def score(self, seconds: np.ndarray) -> np.ndarray:
         """Return (S,) time + cost_weight · cost."""
-        return np.asarray(seconds.max(0) + self.settings.cost_weight * (self.price * seconds).sum(0))
+        return np.asarray(seconds.max(0) + self.settings.cost_weight * seconds.sum(0))
 
     def spread(self) -> Moves:
         """Place all sequences anew, on the actors of the square-root law."""
@@ -161,9 +149,7 @@ class MoveSearch:
             score = float(self.score(self.seconds(target)[:, fresh]).mean())
             if score < least * (1 - MUST_GAIN):
                 best, least, chosen = target, score, ratio
-        return Moves(
-            best, 0.0, 0.0, f"{n} sequences on {m} actors, in " + ("equal shares" if chosen == 1 else f"shares of 1 to {chosen:g}")
-        )
+        return Moves(best, 0.0, f"{n} sequences on {m} actors, in " + ("equal shares" if chosen == 1 else f"shares of 1 to {chosen:g}"))
 
     def run(self) -> list[str]:
         """Make changes while one pays, and return the reasons."""
@@ -205,11 +191,11 @@ class MoveSearch:
         found, is_moved = now.copy(), np.zeros(len(self.actor), bool)
         is_moved[moved] = True
         for a, members in ((source, (self.actor == source) & ~is_moved), (target, (self.actor == target) | is_moved)):
-            at, kind = np.flatnonzero(members), self.kind[a]
+            at = np.flatnonzero(members)
             priced = (is_moved | (self.actor != self.live.actor))[at, None]
-            tokens = np.where(priced, self.late[kind, at], self.live.left[at])
-            work = np.where(priced, self.more[kind, at], self.work[kind, at])
-            found[a] = self.base_s[kind] * tokens.max(0) + work.sum(0) if len(at) else 0.0
+            tokens = np.where(priced, self.late[at], self.live.left[at])
+            work = np.where(priced, self.more[at], self.work[at])
+            found[a] = self.base_s * tokens.max(0) + work.sum(0) if len(at) else 0.0
             if len(at) and a not in self.live.opened:
                 found[a] += self.settings.start_s
         return found
