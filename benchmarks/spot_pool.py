@@ -27,7 +27,7 @@ from benchmarks.common.results import FOLDER, Target, make_console, save, show_t
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import read_metrics
 from placement.pools import PREEMPTED
-from rlhfless_ray.functions.ledger import read_ledger
+from rlhfless_ray.functions.ledger import Row, read_ledger
 from rlhfless_ray.local.laptop.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 
@@ -41,6 +41,7 @@ PROMPTS, SAMPLES, TOKENS, STEPS = 16, 8, 512, 22
 BASE_S, PER_SEQ_S, START_S, LEARN_S = 0.5, 0.02, 40.0, 60.0
 MORE = 1.3  # tokens per unit of money, wanted
 PICTURE = ROOT / "docs" / "images" / "spot_pool.svg"
+TICKS = 400  # moments of a run that the picture shows
 COLOURS = {"own": "#2f6fd0", "spot": "#dc7f14"}
 
 
@@ -99,7 +100,7 @@ def measure(folder: Path, way: str, trace_file: Path, steps: int) -> dict[str, A
         "preempted_s": [row.to_s for row in rows if row.activity == PREEMPTED],
         "lost_s": sum(row.seconds for row in rows if row.activity == PREEMPTED),
         "left": left,
-        "shown": [[row.pool, row.from_s, row.to_s, row.slots] for row in rows if row.slots],
+        "leased": {name: leased_slots([row for row in rows if row.pool == name], ended_s - began_s) for name in COLOURS},
         "nodes": [[begin - began_s, end - began_s] for begin, end in nodes.spans],
     }
 
@@ -162,16 +163,20 @@ def targets_of(found: dict[str, Any]) -> list[Target]:
     ]
 
 
+def leased_slots(rows: list[Row], seconds: float) -> list[int]:
+    """Return how many slots `rows` lease at each of `TICKS` moments of a run."""
+    ticks = [tick * seconds / TICKS for tick in range(TICKS)]
+    return [sum(row.slots for row in rows if row.from_s <= tick < row.to_s) for tick in ticks]
+
+
 def draw(one: dict[str, Any], path: Path) -> None:
     """Draw leased slots by pool over time, the slots that were there, and a mark at each preemption."""
     import numpy as np
 
     pyplot = svg_pyplot()
     figure, axis = pyplot.subplots(figsize=(9.2, 2.6), layout="constrained")
-    ticks = np.arange(0, one["seconds"], one["seconds"] / 800)
-    leased = {name: np.zeros(len(ticks)) for name in COLOURS}
-    for pool, from_s, to_s, slots in one["shown"]:
-        leased[pool] += slots * ((ticks >= from_s) & (ticks < to_s))
+    leased = one["leased"]
+    ticks = np.linspace(0, one["seconds"], TICKS, endpoint=False)
     there = sum(SLOTS * ((ticks >= begin) & (ticks < end)) for begin, end in one["nodes"])
     names = {"own": "on-demand", "spot": "spot"}
     axis.stackplot(ticks, *leased.values(), colors=list(COLOURS.values()), labels=[f"leased, {names[n]}" for n in leased], step="post")
