@@ -36,10 +36,11 @@ class SampleId(NamedTuple):
     row: int  # of its prompt in the data set
     begun_step: int
     number: int  # among the responses to this row that began in this step
+    branch: int = 0  # of an agent's episode that has several
 
     def group(self, count: int) -> SampleId:
         """Return the name that the responses of a group share: that of its first one. `count`: responses of a group."""
-        return self._replace(number=self.number - self.number % count)
+        return self._replace(number=self.number - self.number % count, branch=0)
 
 
 UNNAMED = SampleId(-1, -1, -1)
@@ -125,6 +126,7 @@ class Scored(Sample):
     error: str | None = None
     score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
     extra_logs: Mapping[str, float] = field(default_factory=dict)  # values that the reward function adds to the log
+    branches: tuple[Scored, ...] = ()  # further sequences of an agent's episode, which are learned with its advantage
 
 
 @dataclass(frozen=True)

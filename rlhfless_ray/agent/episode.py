@@ -33,6 +33,7 @@ class Episode:
     reward: float
     score: float | None = None
     extra_logs: dict[str, float] = field(default_factory=dict)
+    branches: tuple[Episode, ...] = ()  # further sequences, each with tokens of the policy that no other one has as actions
 
     @classmethod
     def of(cls, result: object) -> Episode:

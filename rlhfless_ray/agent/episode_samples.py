@@ -42,6 +42,7 @@ class EpisodeSamples:
         return {
             "agent/turns_mean": float(np.mean(turns)) if turns else 0.0,
             "agent/turns_max": max(turns, default=0),
+            "agent/branches": sum(len(s.branches) for s in samples if isinstance(s, Scored)),
             "agent/feedback_tokens": int(sum(len(s.completion.token_ids) - s.written_tokens for s in samples)),
             "agent/mean_s": float(np.mean(self.agent_s)) if self.agent_s else 0.0,
         }
@@ -61,4 +62,6 @@ def sample_of(end: EpisodeEnd, prompt: Prompt, name: SampleId, version: int) -> 
     versions = token_versions(episode, end.drawn) if any(drawn != version for _, _, drawn in end.drawn) else ()
     completion = Completion(end.key, rest, logprobs, "length" if episode.truncated else "stop", version, versions)
     mask, text = None if episode.action.all() else episode.action, "".join(text for _, text in end.texts)
-    return Scored(prompt, name, completion, text, mask, end.texts, episode.reward, None, episode.score, episode.extra_logs)
+    further = [replace(end, result=branch, observation="", texts=()) for branch in episode.branches]
+    branches = tuple(sample_of(one, prompt, name._replace(branch=number), version) for number, one in enumerate(further, 1))
+    return Scored(prompt, name, completion, text, mask, end.texts, episode.reward, None, episode.score, episode.extra_logs, branches)

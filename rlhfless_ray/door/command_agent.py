@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.agent.engine_api import Generate
@@ -24,7 +24,7 @@ from rlhfless_ray.agent.episode_source import EpisodeSource
 from rlhfless_ray.agent.sampling_params import SamplingParams
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.door.conversation import Turn, branches_of
+from rlhfless_ray.door.conversation import Branch, Turn, branches_of
 from rlhfless_ray.door.policy_server import MODEL, PolicyServer, Session
 from rlhfless_ray.recipe.shipped import shipped_folder
 from rlhfless_ray.reward.values import to_finite_float
@@ -129,10 +129,7 @@ class CommandPlayer:
 
 
 def episode_of(turns: list[Turn], result: JsonObject) -> Episode:
-    """Return the branch with the most replies' tokens as an episode, with the reward that the program wrote.
-
-    `extra_logs` has `untrained_tokens`, those of replies in other branches. Raises BadEpisode.
-    """
+    """Return an episode with the reward that the program wrote. The branch with the most sampled tokens is the first. Raises BadEpisode."""
     branches = branches_of(turns)
     if not branches:
         raise BadEpisode("the program has requested no turn of the policy")
@@ -142,20 +139,14 @@ def episode_of(turns: list[Turn], result: JsonObject) -> Episode:
         logs = {str(name): to_finite_float(value) for name, value in (result.get("metrics") or {}).items()}
     except (ValueError, AttributeError) as error:
         raise BadEpisode(f"the program's `reward`, `score` or `metrics` is {error}") from None
-    main = max(branches, key=lambda branch: int(branch.trained.sum()))
-    others = sum(int(branch.trained.sum()) for branch in branches if branch is not main)
-    first, last = main.prompt_tokens, len(main.token_ids)
-    return Episode(
-        main.token_ids,
-        first,
-        main.trained[first:last],
-        main.logprobs[first:last],
-        main.turns,
-        main.is_truncated,
-        reward,
-        score,
-        {**logs, "untrained_tokens": float(others)},
-    )
+    first, *further = sorted((_sequence(branch, reward) for branch in branches), key=lambda one: -int(one.action.sum()))
+    return replace(first, score=score, extra_logs=logs, branches=tuple(further))
+
+
+def _sequence(branch: Branch, reward: float) -> Episode:
+    first = branch.prompt_tokens
+    rest = branch.trained[first:], branch.logprobs[first:]
+    return Episode(branch.token_ids, first, *rest, branch.turns, branch.is_truncated, reward)
 
 
 class _Program:

@@ -47,10 +47,10 @@ class Branch:
 
     Attributes:
         token_ids: (n,) int32.
-        prompt_tokens: tokens before the first reply.
+        prompt_tokens: tokens before the first one that is trained.
         trained: (n,) bool, replies that are trained in this branch and in no other one.
         logprobs: (n,) float32, 0 where `trained` is False.
-        turns: number of replies.
+        turns: number of replies that are trained.
         is_truncated: whether the last reply reached a token limit.
     """
 
@@ -74,13 +74,13 @@ def branches_of(turns: Sequence[Turn]) -> list[Branch]:
             number = parents[number]
         tokens = np.array(turns[leaf].token_ids, np.int32)
         trained, logprobs = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
-        for number in path:
-            if not is_trained[number]:
-                is_trained[number] = True
-                start, end = len(turns[number].context), len(turns[number].token_ids)
-                trained[start:end], logprobs[start:end] = True, turns[number].reply.logprobs
+        new = [number for number in path if not is_trained[number]]
+        for number in new:
+            is_trained[number] = True
+            start, end = len(turns[number].context), len(turns[number].token_ids)
+            trained[start:end], logprobs[start:end] = True, turns[number].reply.logprobs
         truncated = turns[leaf].reply.finish_reason == "length"
-        branches.append(Branch(tokens, len(turns[path[-1]].context), trained, logprobs, len(path), truncated))
+        branches.append(Branch(tokens, len(turns[new[-1]].context), trained, logprobs, len(new), truncated))
     return branches
 
 

@@ -111,9 +111,11 @@ class LearnStage:
         rewards = np.array([np.nan if s.reward is None else s.reward for s in answers])
         known = np.isfinite(rewards)
         learned = [sample for sample, scored in zip(answers, known, strict=True) if scored]
-        batch = batch_of(learned, recipe.rollout.samples_per_prompt)
+        branches = [branch for sample in learned for branch in sample.branches]
+        batch = batch_of([*learned, *branches], recipe.rollout.samples_per_prompt)
         if recipe.rollout.max_lag_steps:
-            batch = replace(batch, lags=lags_of(learned, self.number - 1))
+            batch = replace(batch, lags=lags_of([*learned, *branches], self.number - 1))
+        own = slice(int(batch.response_lengths[: len(learned)].sum()))  # tokens that advantages are computed for; branches take theirs
         lengths = np.array([len(s.completion.token_ids) for s in answers], np.int64)
         mask = mask_of([s.action_mask for s in answers], lengths.tolist())
         scored_tokens: np.ndarray | slice = slice(None)  # all, as nearly always
@@ -122,15 +124,15 @@ class LearnStage:
         extra: dict[str, Any] = {}
         tokens = int(lengths.sum())
         began_s = time.monotonic()
-        passed = self.calls.run_passes(learned, batch, self._passes if learned else [VALUES])
+        passed = self.calls.run_passes([*learned, *branches], batch, self._passes if learned else [VALUES])
         self.passes_s += time.monotonic() - began_s
         if self.kl_in_reward and len(batch):
-            kl = token_kl(passed["old"], passed["reference"], recipe.algorithm.kl.estimator, recipe.algorithm.kl.limit)
-            self.kl = mean_kl(kl, batch.response_lengths)
+            kl = token_kl(passed["old"][own], passed["reference"][own], recipe.algorithm.kl.estimator, recipe.algorithm.kl.limit)
+            self.kl = mean_kl(kl, batch.response_lengths[: len(learned)])
             extra |= {"kl": _spread(kl, scored_tokens, tokens), "kl_coefficient": self.controller.coefficient}
         batch = replace(batch, **passed)  # type: ignore[arg-type]
         if batch.values is not None:
-            extra["values"] = _spread(batch.values, scored_tokens, tokens)
+            extra["values"] = _spread(batch.values[own], scored_tokens, tokens)
         truncated = np.array([s.completion.finish_reason == "length" for s in answers], bool)
         advantages, returns, earned = compute_advantages(
             recipe.algorithm,
@@ -152,6 +154,12 @@ class LearnStage:
             trained.append(Trained(**vars(sample) | of_update))
         by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
         of_tokens = {name: x[scored_tokens].astype(np.float32) for name, x in by_token.items()}
+        if branches:
+            of_branch = np.repeat(means[known], [len(sample.branches) for sample in learned])
+            further = np.repeat(of_branch, batch.response_lengths[len(learned) :]).astype(np.float32)
+            of_tokens["advantages"] = np.concatenate([of_tokens["advantages"], further])
+            if batch.values is not None:
+                of_tokens["returns"] = np.concatenate([of_tokens["returns"], batch.values[own.stop :] + further])
         batch = replace(batch, kl_coefficient=self.controller.coefficient, **of_tokens)  # type: ignore[arg-type]
         return batch, trained
 

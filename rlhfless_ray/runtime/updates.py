@@ -88,7 +88,8 @@ class Updates:
         step.samples = [
             replace(one, advantage=value) if known else one for one, value, known in zip(trained, found, is_trained, strict=True)
         ]
-        own = np.array([value for value, known in zip(found, is_trained, strict=True) if known], np.float32)
+        learned = [(value, len(sample.branches)) for value, sample, known in zip(found, samples, is_trained, strict=True) if known]
+        own = np.array([*(value for value, _ in learned), *(value for value, branches in learned for _ in range(branches))], np.float32)
         return replace(batch, advantages=np.repeat(own, batch.response_lengths))
 
     def start(self, batch: Batch) -> Pending[UpdateStats]:

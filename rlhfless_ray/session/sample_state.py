@@ -18,9 +18,10 @@ def as_json(sample: Sample) -> JsonObject:
     completion |= {name: completion[name].tolist() for name in ("token_ids", "logprobs")}
     del completion["experts"]  # large; after a resume the learner's routers choose for these samples
     mask = None if sample.action_mask is None else sample.action_mask.tolist()
-    of_agent = {"observation": [sample.prompt.text, list(sample.prompt.token_ids)]} if sample.turns else {}
+    of_agent = {"observation": [sample.prompt.text, list(sample.prompt.token_ids)]} if sample.turns or sample.id.branch else {}
     score = {name: getattr(sample, name, none) for name, none in UNSCORED.items()}
     own = {"text": sample.text, "action_mask": mask, "turns": sample.turns}
+    of_agent |= {"branches": [as_json(branch) for branch in branches]} if (branches := getattr(sample, "branches", ())) else {}
     return {"row": sample.id.row, "id": list(sample.id), "completion": completion, **own, **score, **of_agent}
 
 
@@ -44,4 +45,5 @@ def from_json(row: JsonObject, prompts: list[Prompt], name: SampleId | None = No
     turns = tuple((who, text) for who, text in row["turns"])
     sample = Sample(prompt, name, Completion(**fields), row["text"], mask, turns)
     score = {name: row[name] for name in UNSCORED}
-    return sample if score == UNSCORED else Scored(**vars(sample), **score)
+    branches = tuple(one for branch in row.get("branches", ()) if isinstance(one := from_json(branch, prompts), Scored))
+    return sample if score == UNSCORED else Scored(**vars(sample), **score, branches=branches)

@@ -20,7 +20,7 @@ from rlhfless_ray.rollout.live_rollout import DriverSettings, Ending
 from rlhfless_ray.rollout.multi_turn import EpisodeTurns
 from rlhfless_ray.rollout.request_source import WantedResponses
 from rlhfless_ray.session.sample_state import as_json, from_json
-from rlhfless_ray.types import UNFINISHED, UNNAMED, Completion, Prompt, Request, Sample, SampleId, WeightVersion
+from rlhfless_ray.types import UNFINISHED, UNNAMED, Completion, Prompt, Request, Sample, SampleId, Scored, WeightVersion
 
 pytestmark = pytest.mark.pure
 
@@ -75,3 +75,13 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
     rollout = RolloutDriver(pool, source, WeightVersion(4, ()), settings, Ending(lambda rollout: len(source.ended) >= 1))
     left = rollout.run([np.array([1, 2])], 9.0).unfinished
     assert [(one.key, one.token_ids.tolist(), one.turns) for one in left] == [(1, [5, 6], begun.turns), (2, [], ())]
+
+
+def test_an_episode_is_saved_with_its_branches() -> None:
+    prompt, seen = Prompt(0, "p", (1, 2)), Prompt(0, "", (1, 9))
+    done = Completion(0, np.array([3], np.int32), np.zeros(1, np.float32), "stop", 3)
+    branch = Scored(seen, SampleId(0, 1, 0, branch=1), done, reward=1.0, action_mask=np.ones(1, bool))
+    whole = Scored(prompt, SampleId(0, 1, 0), done, "x", None, (("policy", "x"),), 1.0, branches=(branch,))
+    restored = from_json(json.loads(json.dumps(as_json(whole))), [prompt])
+    assert isinstance(restored, Scored) and [one.id for one in restored.branches] == [branch.id]
+    assert restored.branches[0].prompt.token_ids == (1, 9) and restored.branches[0].reward == 1.0

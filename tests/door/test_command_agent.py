@@ -146,7 +146,9 @@ def test_openai_client_plays_and_every_sampled_token_counts(made: Callable[..., 
         assert "".join(".#"[int(x)] for x in episode.action) == "###.##" and episode.turns == 2 and episode.truncated
         assert episode.logprobs is not None and episode.logprobs.tolist() == [-0.5] * 3 + [0] + [-0.5] * 2
         assert (episode.reward, episode.score) == (0.5, 1.0)
-        assert episode.extra_logs == {"depth": 2.0, "answer": float(answer), "untrained_tokens": 3.0}
+        assert episode.extra_logs == {"depth": 2.0, "answer": float(answer)}
+        (branch,) = episode.branches
+        assert actor.tokenizer.decode(branch.token_ids) == "101<eos>" and branch.action.tolist() == [True] * 3
 
 
 def test_mistake_of_a_program_costs_its_sample(made: Callable[..., AgentActor]) -> None:

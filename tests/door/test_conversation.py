@@ -149,6 +149,17 @@ def test_changed_histories_fork_and_nothing_is_trained_twice(tokenizer: Any) -> 
     assert list(trained_ids(conversation)) == wanted
 
 
+def test_reply_that_branches_share_is_context_of_the_second(tokenizer: Any) -> None:
+    tokenizer.chat_template, end, _ = FAMILIES["chatml"]
+    conversation, policy = TurnTree(tokenizer), Policy(tokenizer, end)
+    begin = [{"role": "user", "content": "the sum"}]
+    _, first = say(conversation, begin, policy.reply("of"))
+    for question in ("one", "two"):
+        turn, _ = say(conversation, [*begin, first, {"role": "user", "content": question}], policy.reply("the number"))
+    shared, second = branches_of(conversation.turns)
+    assert (shared.turns, second.turns) == (2, 1) and second.prompt_tokens == len(turn.context)
+
+
 def test_text_prompts_continue_what_was_sampled(tokenizer: Any) -> None:
     tokenizer.chat_template, end, _ = FAMILIES["chatml"]
     conversation, policy = TurnTree(tokenizer), Policy(tokenizer, end)

@@ -121,6 +121,29 @@ def test_the_stage_leaves_the_agents_tokens_out() -> None:
     assert [s.advantage for s in trained] == [s.earned for s in trained] == [-1, 1, None, 0]
 
 
+def test_branches_are_learned_with_the_advantage_of_their_episode() -> None:
+    """They come after the step's own samples, whose advantages they do not change."""
+    samples = []
+    for i in range(4):
+        done = Completion(i, np.arange(3, dtype=np.int32), np.full(3, i, np.float32), "stop", 1)
+        samples.append(Scored(Prompt(i // 2, "p", (7, 8)), SampleId(i // 2, 1, i % 2), done, reward=[1.0, 3.0, None, 2.0][i]))
+    further = Completion(1, np.array([5, 6, 4], np.int32), np.array([-1, 0, -2], np.float32), "stop", 1)
+    flags, name = np.array([True, False, True]), SampleId(0, 1, 1, branch=1)
+    branch = Scored(Prompt(0, "p", (7, 9, 9)), name, further, reward=3.0, action_mask=flags)
+    samples[1] = replace(samples[1], branches=(branch,))
+    recipe = Recipe.parse({
+        "prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"samples_per_prompt": 2},
+        "algorithm": {"advantage": {"estimator": "flash_reinforce"}},
+    })  # fmt: skip
+    stage = LearnStage(SimpleNamespace(recipe=recipe), SimpleNamespace())  # type: ignore[arg-type]
+    plain, _ = stage.advantages([replace(one, branches=()) for one in samples])
+    batch, trained = stage.advantages(samples)
+    assert len(trained) == 4 and trained[1].branches == (branch,)
+    assert batch.response_lengths.tolist() == [3, 3, 3, 2] and batch.lengths.tolist() == [5, 5, 5, 6]
+    assert batch.advantages.tolist() == [*plain.advantages.tolist(), trained[1].advantage, trained[1].advantage]
+    assert batch.logprobs.tolist()[-2:] == [-1, -2] and batch.groups.tolist() == [0, 0, 1, 0]
+
+
 @pytest.mark.parametrize("mean", ["token", "sequence"])
 def test_the_agents_tokens_have_no_gradient(mean: str) -> None:
     files, batch = tiny_policy(), batch_of(MASKS)
