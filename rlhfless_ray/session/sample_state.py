@@ -18,7 +18,7 @@ def as_json(sample: Sample) -> JsonObject:
     completion |= {name: completion[name].tolist() for name in ("token_ids", "logprobs")}
     del completion["experts"]  # large; after a resume the learner's routers choose for these samples
     mask = None if sample.action_mask is None else sample.action_mask.tolist()
-    of_agent = {"observation": [sample.prompt.text, list(sample.prompt.token_ids)]} if sample.turns or sample.id.branch else {}
+    of_agent: JsonObject = {"observation": [sample.prompt.text, list(sample.prompt.token_ids)]} if sample.turns or sample.id.branch else {}
     score = {name: getattr(sample, name, none) for name, none in UNSCORED.items()}
     own = {"text": sample.text, "action_mask": mask, "turns": sample.turns}
     of_agent |= {"branches": [as_json(branch) for branch in branches]} if (branches := getattr(sample, "branches", ())) else {}
