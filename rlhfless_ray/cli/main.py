@@ -17,6 +17,7 @@ from rlhfless_ray.cli.passthrough import PassthroughCommand
 from rlhfless_ray.cli.plan_command import plan
 from rlhfless_ray.cli.resume_option import ChangedOption, ResumeCommand, ResumeOption, resume_of
 from rlhfless_ray.cli.run_command import run, submit
+from rlhfless_ray.cli.serve_command import serve
 from rlhfless_ray.cli.simulate_command import simulate
 from rlhfless_ray.common.errors import UserError
 
@@ -122,6 +123,7 @@ for asked in (recipes, init, generate, drafter, evaluate, chat, push, compare, c
 app.command(cls=ResumeCommand)(workflow)
 app.command()(simulate)
 app.command()(cluster)
+app.command()(serve)
 for command in (explain, run, submit):
     app.command(cls=PassthroughCommand)(command)
 

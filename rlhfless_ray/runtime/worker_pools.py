@@ -159,8 +159,10 @@ class PoolMaker:
         settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device, self.recipe.run.deterministic)
         return self._pool("drafter", lambda slot: start_actor(cls, slot, self.resource, {}, *drafter, settings))
 
-    def worker_group(self, kind: str, cls: type | None, settings: Callable[..., Any], name: str = "") -> WorkerGroup:
-        """Make the worker group of learner, critic or reference. `name`: in messages; default: the kind."""
+    def worker_group(
+        self, kind: str, cls: type | None, settings: Callable[..., Any], name: str = "", group: type[WorkerGroup] = WorkerGroup
+    ) -> Any:
+        """Make the worker group of learner, critic or reference. `name`: in messages; default: the kind. `group`: its class."""
         assert cls is not None
         recipe, resource = self.recipe, self.resource
         pool = WorkerPool(
@@ -177,7 +179,7 @@ class PoolMaker:
         shares_base = kind == "learn" and recipe.lora.publish == "adapter"
         recovery = Recovery(self.snapshot_steps, self.say, on_disk=recipe.checkpoint.resumable)
         of_ranks = settings(recipe, device=resource)
-        return WorkerGroup(pool, of_ranks, recipe.learner, self.broker, name or kind, recovery, shares_base, recipe.run.exact)
+        return group(pool, of_ranks, recipe.learner, self.broker, name or kind, recovery, shares_base, recipe.run.exact)
 
     def _home_labels(self, named: dict[str, str]) -> Labels:
         """Return what finds the labels of a worker group's slots: those that the recipe names, or nodes of no pool while there are any."""

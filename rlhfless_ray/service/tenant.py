@@ -1,0 +1,347 @@
+"""A tenant: one key's models and engines. It is a run of the pool of slots, with leases and a ledger of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from rlhfless_ray.common.deadlines import get, wait_any
+from rlhfless_ray.common.errors import RunError, one_line
+from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.engine.engine_settings import engine_settings
+from rlhfless_ray.engine.exact_actor import ExactEngineActor
+from rlhfless_ray.engine.token_deltas import ENDS
+from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.fetch_weights import fetch_into
+from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.rank_settings import learner_settings
+from rlhfless_ray.learn.trainer import OptimizerStep
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.runtime.worker_pools import PoolMaker
+from rlhfless_ray.service.model_group import ModelActor, ModelGroup
+from rlhfless_ray.service.requests import Job, Requests
+from rlhfless_ray.service.wire import BadRequest, write_passes, write_samples
+from rlhfless_ray.service.work import AdamStep, PassesDone, TokenPasses
+from rlhfless_ray.types import Request, WeightVersion
+from rlhfless_ray.weights.channel import stored_version
+from rlhfless_ray.weights.model_folder import read_files, stored_weights, without_weights
+from rlhfless_ray.weights.remote_folder import StoredFiles
+from rlhfless_ray.weights.tensor_file import Files, as_numpy
+
+LOG = logging.getLogger(__name__)
+POLL_S = 0.25  # between looks for other tenants that wait, while this one is idle
+LORA_ALPHA = 32
+KEPT_VERSIONS = 4  # of a model's weights for sampling, in memory
+KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folder of a checkpoint → its type on the wire
+NAME = re.compile(r"[\w.-]{1,128}")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that tenants may train. `context`: longest sequence in tokens."""
+
+    name: str
+    folder: Path
+    recipe: Recipe
+    files: Files
+    context: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`count` responses to one request. Their seeds follow from the request's."""
+
+    request: Request
+    count: int
+
+    def requests(self, keys: Iterator[int]) -> list[Request]:
+        seeds = np.random.default_rng(self.request.seed).integers(2**62, size=self.count).tolist()
+        return [replace(self.request, key=next(keys), seed=seed) for seed in seeds]
+
+
+@dataclass
+class TenantModel:
+    id: str
+    base: ServedModel
+    lora_rank: int
+    group: ModelGroup
+    versions: OrderedDict[str, WeightVersion]
+
+
+class Tenant:
+    """Works on its requests one after the other, on one slot at most. Everything but `requests` belongs to its thread."""
+
+    def __init__(
+        self, name: str, folder: Path, bases: dict[str, ServedModel], leases: LeaseManager, idle_s: float, *, private: bool
+    ) -> None:
+        """`folder`: of its checkpoints. `idle_s`: after so many seconds without a request its processes are parked, without a slot."""
+        self.name, self.folder, self.bases, self.leases, self.idle_s, self.private = name, folder, bases, leases, idle_s, private
+        self.broker, self.requests = SlotBroker(leases), Requests()
+        self.models: dict[str, TenantModel] = {}
+        self.samplers: dict[str, str] = {}  # id of a sampling session → path, or name of a base model
+        self.base_versions: dict[str, WeightVersion] = {}
+        self.engines: dict[str, WorkerPool] = {}  # by name of the base model
+        self.numbers, self.epochs, self.keys = itertools.count(1), itertools.count(1), itertools.count()
+        self.used_s = time.monotonic()
+        self.thread = threading.Thread(target=self._work, name=f"tenant {name}", daemon=True)
+        self.thread.start()
+
+    # ---- the thread -------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self.requests.closed:
+            jobs = self.requests.take(POLL_S)
+            if jobs:
+                try:
+                    jobs[0].run(jobs)
+                except Exception as error:  # a request fails alone, whatever the reason, and says so
+                    if not isinstance(error, BadRequest | RunError):
+                        LOG.exception("a request of %s failed", self.name)
+                    for job in jobs:
+                        if not job.future.done():
+                            job.future.set_exception(error)
+                self.used_s = time.monotonic()
+            if self.leases.held and (time.monotonic() - self.used_s > self.idle_s or self.leases.others_wait()):
+                self._leave()
+            for pool in self.engines.values():
+                pool.end_expired(look_every_s=10.0)
+        self._leave()
+
+    def _pools(self) -> list[WorkerPool]:
+        return [*self.engines.values(), *(model.group.pool for model in self.models.values())]
+
+    def _leave(self) -> None:
+        """Park everything, and give the slot back."""
+        for pool in self._pools():
+            self.broker.put(pool.park_all())
+        self.broker.release()
+        self.leases.ledger.append_to(self.folder / "ledger.csv")
+
+    def _turn_to(self, wanted: WorkerPool) -> None:
+        """Park all processes but those of this pool, which may take their slot."""
+        for pool in self._pools():
+            if pool is not wanted:
+                self.broker.put(pool.park_all())
+
+    def bill(self) -> JsonObject:
+        """Return what the tenant's leases have cost so far, and how many it holds."""
+        return {"key": self.name, "held_slots": len(self.leases.held), **self.leases.ledger.totals()}
+
+    # ---- models -----------------------------------------------------------------------------------------------
+
+    def model(self, id: str) -> TenantModel:
+        if id not in self.models:
+            raise BadRequest(f"model_id: {id!r} is none of your models")
+        return self.models[id]
+
+    def create(self, id: str, base: ServedModel, lora_rank: int, seed: int, state: StoredFiles | None = None) -> TenantModel:
+        """Make a model's worker group, load its weights, and keep its processes."""
+        settings: JsonObject = {"run.seed": seed}
+        if lora_rank:
+            settings |= {"lora.rank": lora_rank, "lora.alpha": LORA_ALPHA, "lora.publish": "merged"}
+        make = PoolMaker(base.recipe.with_settings(settings), self.broker, base.files, LOG.warning)
+        group = make.worker_group("learn", ModelActor, learner_settings, f"model {id}", ModelGroup)
+        model = self.models[id] = TenantModel(id, base, lora_rank, group, OrderedDict())
+        try:
+            self._turn_to(group.pool)
+            self.broker.staff(group)
+            group.build(StoredFiles(base.folder, base.files), self.private, state)
+        except Exception:
+            del self.models[id]
+            self.broker.put(group.pool.close())
+            raise
+        return model
+
+    def unload(self, id: str) -> None:
+        model = self.model(id)
+        self.broker.put(model.group.pool.close())
+        model.group.forget()
+        del self.models[id]
+
+    def staffed(self, id: str) -> TenantModel:
+        """Return the model while its ranks hold the tenant's slot."""
+        model = self.model(id)
+        if not model.group.working:
+            self._turn_to(model.group.pool)
+            self.broker.staff(model.group)
+        return model
+
+    def passes(self, id: str, item: TokenPasses) -> bytes:
+        done = self.staffed(id).group.work(item)
+        assert isinstance(done, PassesDone)
+        return write_passes(np.split(done.logprobs, np.cumsum(item.batch.lengths - 1)[:-1]), done.loss)
+
+    def step(self, id: str, item: AdamStep) -> JsonObject:
+        done = self.staffed(id).group.work(item)
+        assert isinstance(done, OptimizerStep)
+        if done.skipped:
+            raise BadRequest(f"optim_step: not applied, because {done.skipped}")
+        return {"metrics": {"grad_norm:mean": done.grad_norm, "learning_rate:mean": done.learning_rate}}
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def checkpoint_folder(self, path: str, field: str = "path") -> Path:
+        """Return the folder of a path `tinker://model/kind/name`. Raises BadRequest if it is none of the tenant's."""
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS or not NAME.fullmatch(parts[2]):
+            raise BadRequest(f"{field}: expected tinker://model/weights/name, not {path!r}")
+        return self._model_folder(parts[0]) / parts[1] / parts[2]
+
+    def _model_folder(self, id: str) -> Path:
+        return self.folder / re.sub(r"[^\w.-]", "_", id)
+
+    def _new_folder(self, model: TenantModel, kind: str, name: str) -> tuple[str, Path]:
+        path = f"tinker://{model.id}/{kind}/{name}"
+        folder = self.checkpoint_folder(path)
+        if folder.exists():
+            raise BadRequest(f"path: {path} exists already")
+        folder.mkdir(parents=True)
+        about = {"path": path, "model": model.id, "base_model": model.base.name, "lora_rank": model.lora_rank, "time_s": time.time()}
+        (folder / "checkpoint.json").write_text(json.dumps(about))
+        return path, folder
+
+    def save(self, id: str, name: str) -> JsonObject:
+        model = self.staffed(id)
+        path, folder = self._new_folder(model, "weights", name)
+        model.group.storage.save(folder)
+        return {"path": path, "type": "save_weights"}
+
+    def saved(self, path: str) -> JsonObject:
+        file = self.checkpoint_folder(path) / "checkpoint.json"
+        if not file.is_file():
+            raise BadRequest(f"path: there is no checkpoint {path!r}")
+        return json.loads(file.read_text())
+
+    def load(self, id: str, path: str, optimizer: bool, base: str = "") -> JsonObject:
+        """Continue a model from a checkpoint, or make one from it."""
+        about = self.saved(path)
+        folder = self.checkpoint_folder(path)
+        files = {name: content for name, content in read_files(folder).items() if name != "checkpoint.json"}
+        if not optimizer:
+            numbers = {**json.loads(bytes(files["learner.json"])), "optimizer_steps": 0}
+            files = {name: content for name, content in files.items() if not name.startswith("optimizer")}
+            files["learner.json"] = json.dumps(numbers).encode()
+        state = StoredFiles(None, files)
+        if id not in self.models:
+            name = base or about["base_model"]
+            if name not in self.bases:
+                raise BadRequest(f"base_model: {name!r} is not served")
+            self.create(id, self.bases[name], about["lora_rank"], 0, state)
+        else:
+            model = self.staffed(id)
+            if (model.base.name, model.lora_rank) != (about["base_model"], about["lora_rank"]):
+                raise BadRequest(f"path: {path} is of {about['base_model']} with lora_rank {about['lora_rank']}, unlike the model")
+            model.group.replace_state(state)
+        return {"path": path, "model_id": id, "type": "load_weights"}
+
+    def save_for_sampler(self, id: str, name: str, session: str) -> JsonObject:
+        """Publish the weights for engines. With a `name` they are saved too, otherwise they are kept in memory for a while."""
+        model = self.staffed(id)
+        path, folder = self._new_folder(model, "sampler_weights", name) if name else (f"tinker://{id}/sampler_weights/{session}", None)
+        model.versions[path] = model.group.weights.publish(next(self.numbers))
+        if folder is not None:
+            model.group.storage.save_model(folder)
+        while len(model.versions) > KEPT_VERSIONS:
+            model.versions.popitem(last=False)
+        if session:
+            self.samplers[session] = path
+        return {"path": path if name else None, "sampling_session_id": session or None, "type": "save_weights_for_sampler"}
+
+    def checkpoints(self, model: str = "") -> list[JsonObject]:
+        files = sorted(self.folder.glob("*/*/*/checkpoint.json"), key=lambda file: file.stat().st_mtime)
+        found: list[JsonObject] = [json.loads(file.read_text()) for file in files]
+        return [about for about in found if model in ("", about["model"])]
+
+    def delete(self, path: str) -> None:
+        self.saved(path)
+        shutil.rmtree(self.checkpoint_folder(path))
+
+    # ---- sampling ---------------------------------------------------------------------------------------------
+
+    def sample(self, where: str, jobs: Sequence[Job]) -> None:
+        """Generate all responses of these jobs in one call of an engine. `where`: path of the weights, or name of a base model."""
+        base, weights = self._weights_of(where)
+        pool = self._engine(base)
+        requests = [job.content.requests(self.keys) for job in jobs]
+        self._turn_to(pool)
+        self.broker.resize(pool, 1)
+        [instance] = pool.working
+        deadline_s = base.recipe.learner.deadline_s
+        instance.memory_mb = instance.start_result(deadline_s)["memory_mb"]
+        fetch_into(instance, weights)
+        if instance.loading is not None:
+            self.leases.ledger.spans([lease.id for lease in instance.leases], get(instance.loading, deadline_s, f"{instance.id} to load"))
+            instance.loading = None
+        found: dict[int, list[Any]] = {request.key: [[], [], ""] for of_job in requests for request in of_job}
+        calls = instance.actor.rollout.options(num_returns="streaming").remote(
+            next(self.epochs), [one for of_job in requests for one in of_job], POLL_S, len(instance.leases)
+        )
+        while wait_any([calls], deadline_s, "the engine's tokens") and (ref := next(calls, None)) is not None:
+            deltas, _, spans = get(ref, deadline_s, "the engine's tokens")
+            self.leases.ledger.spans([lease.id for lease in instance.leases], spans)
+            bounds = deltas.bounds
+            for key, end, first, last in zip(deltas.keys.tolist(), deltas.ends.tolist(), bounds, bounds[1:], strict=False):
+                found[key][0].append(deltas.token_ids[first:last])
+                found[key][1].append(deltas.logprobs[first:last])
+                found[key][2] = ENDS[end] or found[key][2]
+        for job, of_job in zip(jobs, requests, strict=True):
+            parts = [found[request.key] for request in of_job]
+            job.future.set_result(
+                write_samples([(end, np.concatenate(tokens), np.concatenate(logprobs)) for tokens, logprobs, end in parts])
+            )
+
+    def _weights_of(self, where: str) -> tuple[ServedModel, WeightVersion]:
+        if where in self.bases:
+            base = self.bases[where]
+            if where not in self.base_versions:
+                self.base_versions[where] = self._stored(base.files)
+            return base, self.base_versions[where]
+        for model in self.models.values():
+            if where in model.versions:
+                return model.base, model.versions[where]
+        about = self.saved(where)
+        base = self.bases[about["base_model"]]
+        self.base_versions[where] = self.base_versions.get(where) or self._stored(read_files(self.checkpoint_folder(where)))
+        return base, self.base_versions[where]
+
+    def _stored(self, files: Files) -> WeightVersion:
+        return stored_version(next(self.numbers), {name: as_numpy(tensor) for name, tensor in stored_weights(files)})
+
+    def _engine(self, base: ServedModel) -> WorkerPool:
+        if base.name not in self.engines:
+            make = PoolMaker(base.recipe, self.broker, base.files, LOG.warning)
+            settings = replace(engine_settings(base.recipe, 1, self.leases.resource), max_model_len=base.context)
+            config = ray.put(without_weights(base.files))
+            self.engines[base.name] = make.engines("sample", ExactEngineActor, settings, config)
+        return self.engines[base.name]
+
+    def close(self) -> None:
+        """End everything. Waits for the request that is being worked on."""
+        self.requests.close()
+        self.thread.join()
+        for pool in self._pools():
+            pool.close()
+        self.leases.ledger.close()
+        self.leases.ledger.append_to(self.folder / "ledger.csv")
+        self.leases.release_all()
+
+
+def failure(error: BaseException) -> JsonObject:
+    """Return what a client gets for a failed request."""
+    category = "user" if isinstance(error, BadRequest) else "server"
+    return {"error": one_line(error, 500), "category": category}
