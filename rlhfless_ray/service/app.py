@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.service.requests import Job, QueueFull
-from rlhfless_ray.service.tenant import KINDS, Sampling, ServedModel, Tenant, failure
+from rlhfless_ray.service.tenant import ID, KINDS, Sampling, ServedModel, Tenant, failure
 from rlhfless_ray.service.wire import PROTOBUF, BadRequest, read_passes
 from rlhfless_ray.service.work import AdamStep, passes_of
 from rlhfless_ray.types import Request
@@ -280,7 +280,10 @@ async def body_of(request: HttpRequest) -> bytes:
 
 
 def model_id(body: JsonObject) -> str:
-    return f"{read(body, 'session_id', str)}:train:{read(body, 'model_seq_id', int)}"
+    session = read(body, "session_id", str)
+    if not ID.fullmatch(session):
+        raise BadRequest("session_id: must be letters, digits and any of _.:-")
+    return f"{session}:train:{read(body, 'model_seq_id', int)}"
 
 
 def promise(tenant: Tenant, id: str, model: str, run: Callable[[], Any], number: int | None = None) -> JsonObject:

@@ -17,7 +17,7 @@ from rlhfless_ray.recipe.reading import apply_override
 from rlhfless_ray.runtime.worker_pools import check_kv, make_leases
 from rlhfless_ray.service.app import Service
 from rlhfless_ray.service.tenant import ServedModel, Tenant
-from rlhfless_ray.weights.load_policy import check_family, context_tokens, read_model, text_config
+from rlhfless_ray.weights.load_policy import check_family, context_tokens, policy_tokenizer, read_model, text_config
 from rlhfless_ray.weights.model_folder import parameter_count
 
 LONGEST = 4096  # tokens of a sequence, unless `rollout.max_total_tokens` says it, or the model's context is shorter
@@ -40,7 +40,8 @@ def base_model(name: str, folder: Path, overrides: Sequence[str] = ()) -> Served
     if recipe.lora.rank:
         raise UserError("lora.rank: the client says it for each model; leave it out")
     context = min(recipe.rollout.max_total_tokens or LONGEST, context_tokens(files) or LONGEST)
-    return ServedModel(name, folder, recipe, files, context, int(text_config(files)["vocab_size"]))
+    end = policy_tokenizer(recipe, files).eos_token_id
+    return ServedModel(name, folder, recipe, files, context, int(text_config(files)["vocab_size"]), end)
 
 
 def serve(bases: Sequence[ServedModel], keys: Mapping[str, str], root: Path, host: str, port: int, idle_s: float) -> None:
@@ -72,4 +73,4 @@ def serve(bases: Sequence[ServedModel], keys: Mapping[str, str], root: Path, hos
             stack.callback(tenants[key].close)
         app = Service(tenants, {base.name: base for base in bases}).app()
         print(f"serving {', '.join(base.name for base in bases)} at http://{host}:{port}", flush=True)
-        uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning")).run()
+        uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)).run()

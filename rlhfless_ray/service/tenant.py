@@ -11,9 +11,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
@@ -26,6 +25,7 @@ from rlhfless_ray.engine.exact_actor import ExactEngineActor
 from rlhfless_ray.engine.token_deltas import ENDS
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.fetch_weights import fetch_into
+from rlhfless_ray.functions.instance import GONE, Instance, ProcessLost, State, reason_of
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.rank_settings import learner_settings
@@ -47,7 +47,7 @@ POLL_S = 0.25  # between looks for other tenants that wait, while this one is id
 LORA_ALPHA = 32
 KEPT_VERSIONS = 4  # of a model's weights for sampling, in memory
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folder of a checkpoint → its type on the wire
-NAME = re.compile(r"[\w.-]{1,128}")
+ID, NAME = re.compile(r"\w[\w.:-]{0,199}"), re.compile(r"\w[\w.-]{0,127}")  # of a model; of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class ServedModel:
     files: Files
     context: int
     vocabulary: int
+    end_token_id: int | None  # the tokenizer's
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,18 @@ class Sampling:
     def requests(self, keys: Iterator[int]) -> list[Request]:
         seeds = np.random.default_rng(self.request.seed).integers(2**62, size=self.count).tolist()
         return [replace(self.request, key=next(keys), seed=seed) for seed in seeds]
+
+
+@dataclass
+class Generated:
+    """A response so far, in the parts that the engine has reported."""
+
+    token_ids: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def whole(self) -> tuple[str, np.ndarray, np.ndarray]:
+        return self.finish_reason, np.concatenate(self.token_ids), np.concatenate(self.logprobs)
 
 
 @dataclass
@@ -94,7 +107,7 @@ class Tenant:
         self.broker, self.requests = SlotBroker(leases), Requests()
         self.models: dict[str, TenantModel] = {}
         self.samplers: dict[str, str] = {}  # id of a sampling session → path, or name of a base model
-        self.base_versions: dict[str, WeightVersion] = {}
+        self.stored: OrderedDict[str, WeightVersion] = OrderedDict()  # from files, by path or name of a base model
         self.engines: dict[str, WorkerPool] = {}  # by name of the base model
         self.numbers, self.epochs, self.keys = itertools.count(1), itertools.count(1), itertools.count()
         self.used_s = time.monotonic()
@@ -198,7 +211,8 @@ class Tenant:
     def checkpoint_folder(self, path: str, field: str = "path") -> Path:
         """Return the folder of a path `tinker://model/kind/name`. Raises BadRequest if it is none of the tenant's."""
         parts = path.removeprefix("tinker://").split("/")
-        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS or not NAME.fullmatch(parts[2]):
+        is_path = path.startswith("tinker://") and len(parts) == 3 and parts[1] in KINDS
+        if not is_path or not ID.fullmatch(parts[0]) or not NAME.fullmatch(parts[2]):
             raise BadRequest(f"{field}: expected tinker://model/weights/name, not {path!r}")
         return self._model_folder(parts[0]) / parts[1] / parts[2]
 
@@ -278,54 +292,63 @@ class Tenant:
         base, weights = self._weights_of(where)
         pool = self._engine(base)
         requests = [job.content.requests(self.keys) for job in jobs]
-        self._turn_to(pool)
-        self.broker.resize(pool, 1)
-        [instance] = pool.working
-        deadline_s = base.recipe.learner.deadline_s
-        instance.memory_mb = instance.start_result(deadline_s)["memory_mb"]
+        found = self._generate(base, pool, weights, [one for of_job in requests for one in of_job])
+        for job, of_job in zip(jobs, requests, strict=True):
+            parts = [found[request.key].whole() for request in of_job]
+            job.future.set_result(write_samples(parts))
+
+    def _generate(self, base: ServedModel, pool: WorkerPool, weights: WeightVersion, requests: list[Request]) -> dict[int, Generated]:
+        """Return what an engine generated for each request, by key. If its process is lost, another one begins again."""
+        while True:
+            self._turn_to(pool)
+            self.broker.resize(pool, 1)
+            [instance] = pool.working
+            try:
+                return self._generate_on(instance, weights, requests, base.recipe.learner.deadline_s)
+            except (*GONE, ProcessLost) as error:
+                pool.end_lost(instance, reason_of(error))
+
+    def _generate_on(self, instance: Instance, weights: WeightVersion, requests: list[Request], deadline_s: float) -> dict[int, Generated]:
+        leases, ledger = [lease.id for lease in instance.leases], self.leases.ledger
+        if instance.state is State.STARTING:
+            started = instance.start_result(deadline_s)
+            instance.memory_mb = started["memory_mb"]
+            ledger.spans(leases, started["spans"])
         fetch_into(instance, weights)
         if instance.loading is not None:
-            self.leases.ledger.spans([lease.id for lease in instance.leases], get(instance.loading, deadline_s, f"{instance.id} to load"))
+            ledger.spans(leases, get(instance.loading, deadline_s, f"{instance.id} to load weights"))
             instance.loading = None
-        found: dict[int, list[Any]] = {request.key: [[], [], ""] for of_job in requests for request in of_job}
-        calls = instance.actor.rollout.options(num_returns="streaming").remote(
-            next(self.epochs), [one for of_job in requests for one in of_job], POLL_S, len(instance.leases)
-        )
-        while wait_any([calls], deadline_s, "the engine's tokens") and (ref := next(calls, None)) is not None:
+        found = {request.key: Generated() for request in requests}
+        call = instance.actor.rollout.options(num_returns="streaming")
+        reports = call.remote(next(self.epochs), requests, POLL_S, len(leases))
+        while wait_any([reports], deadline_s, "the engine's tokens") and (ref := next(reports, None)) is not None:
             deltas, _, spans = get(ref, deadline_s, "the engine's tokens")
-            self.leases.ledger.spans([lease.id for lease in instance.leases], spans)
+            ledger.spans(leases, spans)
             bounds = deltas.bounds
             for key, end, first, last in zip(deltas.keys.tolist(), deltas.ends.tolist(), bounds, bounds[1:], strict=False):
-                found[key][0].append(deltas.token_ids[first:last])
-                found[key][1].append(deltas.logprobs[first:last])
-                found[key][2] = ENDS[end] or found[key][2]
-        for job, of_job in zip(jobs, requests, strict=True):
-            parts = [found[request.key] for request in of_job]
-            job.future.set_result(
-                write_samples([(end, np.concatenate(tokens), np.concatenate(logprobs)) for tokens, logprobs, end in parts])
-            )
+                found[key].token_ids.append(deltas.token_ids[first:last])
+                found[key].logprobs.append(deltas.logprobs[first:last])
+                found[key].finish_reason = ENDS[end]
+        return found
 
     def _weights_of(self, where: str) -> tuple[ServedModel, WeightVersion]:
-        if where in self.bases:
-            base = self.bases[where]
-            if where not in self.base_versions:
-                self.base_versions[where] = self._stored(base.files)
-            return base, self.base_versions[where]
         for model in self.models.values():
             if where in model.versions:
                 return model.base, model.versions[where]
-        about = self.saved(where)
-        base = self.bases[about["base_model"]]
-        self.base_versions[where] = self.base_versions.get(where) or self._stored(read_files(self.checkpoint_folder(where)))
-        return base, self.base_versions[where]
-
-    def _stored(self, files: Files) -> WeightVersion:
-        return stored_version(next(self.numbers), {name: as_numpy(tensor) for name, tensor in stored_weights(files)})
+        base = self.bases[where] if where in self.bases else self.bases[self.saved(where)["base_model"]]
+        if where not in self.stored:
+            files = base.files if where in self.bases else read_files(self.checkpoint_folder(where))
+            self.stored[where] = stored_version(next(self.numbers), {name: as_numpy(x) for name, x in stored_weights(files)})
+            while len(self.stored) > KEPT_VERSIONS:
+                self.stored.popitem(last=False)
+        return base, self.stored[where]
 
     def _engine(self, base: ServedModel) -> WorkerPool:
         if base.name not in self.engines:
             make = PoolMaker(base.recipe, self.broker, base.files, LOG.warning)
-            settings = replace(engine_settings(base.recipe, 1, self.leases.resource), max_model_len=base.context)
+            settings = replace(
+                engine_settings(base.recipe, 1, self.leases.resource, end_token_id=base.end_token_id), max_model_len=base.context
+            )
             config = ray.put(without_weights(base.files))
             self.engines[base.name] = make.engines("sample", ExactEngineActor, settings, config)
         return self.engines[base.name]

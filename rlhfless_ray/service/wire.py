@@ -40,7 +40,7 @@ MESSAGES = {  # message → field → (number, type); "*": repeated
     "Sequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
     "SampleResponse": {"sequences": (1, "Sequence*")},
 }
-DTYPES = {1: np.dtype(np.float32), 2: np.dtype(np.int64), 3: np.dtype(np.int32)}
+DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.float32), 2: np.dtype(np.int64), 3: np.dtype(np.int32)}
 FLOAT32 = 1
 STOP_REASONS = {"stop": 0, "length": 1}
 
@@ -125,7 +125,7 @@ def _datum(message: Any, where: str) -> Datum:
     return Datum(tokens, inputs)
 
 
-def _array(content: bytes, dtype: np.dtype, name: str) -> np.ndarray:
+def _array(content: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
     if len(content) % dtype.itemsize:
         raise BadRequest(f"{name}: {len(content)} bytes are not whole values of {dtype}")
     return np.frombuffer(content, dtype)
