@@ -28,15 +28,15 @@ def main(model):
     print(service.get_server_capabilities().supported_models, file=sys.stderr)
     training = service.create_lora_training_client(base_model=model, rank=8)
     losses = []
-    for _ in range(12):
+    for _ in range(24):
         done = training.forward_backward([sequence(TOKENS), sequence(TOKENS[:4])], "cross_entropy")
-        step = training.optim_step(types.AdamParams(learning_rate=2e-2))
+        step = training.optim_step(types.AdamParams(learning_rate=3e-2))
         losses.append(done.result().metrics["loss:sum"])
         step.result()
     saved = training.save_state("supervised").result().path
     again = service.create_training_client_from_state_with_optimizer(saved).result()
     rewards = []
-    for _ in range(6):
+    for _ in range(8):
         sampler = again.save_weights_and_get_sampling_client()
         prompt = types.ModelInput.from_ints([2, 3])
         sampled = sampler.sample(prompt, num_samples=32, sampling_params=types.SamplingParams(max_tokens=4, seed=1)).result().sequences
@@ -45,7 +45,7 @@ def main(model):
         rewards.append(mean)
         data = [sequence([2, 3, *one.tokens], list(one.logprobs), gain - mean, prompt=2) for one, gain in zip(sampled, gains, strict=True)]
         again.forward_backward(data, "importance_sampling").result()
-        again.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+        again.optim_step(types.AdamParams(learning_rate=5e-2)).result()
     print(json.dumps({"losses": losses, "rewards": rewards, "saved": saved}))
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -52,8 +53,8 @@ class Client:
             assert reply["type"] == "try_again"
         raise AssertionError("no result in time")
 
-    def call(self, path: str, **body: Any) -> Any:
-        status, promise = self.send(path, body)
+    def call(self, route: str, **body: Any) -> Any:
+        status, promise = self.send(route, body)
         assert status == 200, promise
         return self.wait(promise)
 
@@ -167,8 +168,10 @@ def test_weights_are_saved_loaded_and_sampled_from(trained: tuple[Client, str, l
 
 def test_tenants_side_by_side_learn_the_same_as_one_alone(trained: tuple[Client, str, list[float]], address: str) -> None:
     other = Client(address, "tml-bob")
-    model, losses = train(other, "other")
-    assert losses == trained[2]
+    with ThreadPoolExecutor() as both:
+        begun = [both.submit(train, client, session) for client, session in ((other, "other"), (trained[0], "beside"))]
+        (model, losses), (_, of_first) = [one.result() for one in begun]
+    assert losses == of_first == trained[2]
     status, reply = trained[0].send("get_info", {"model_id": model})
     assert (status, reply["category"]) == (422, "user")
     assert other.send("checkpoints")[1] == {"checkpoints": []}
@@ -214,6 +217,7 @@ def test_public_sdk_learns_from_examples_and_rewards(address: str) -> None:
         [SDK, str(Path(__file__).with_name("sdk_loops.py")), MODEL], env=variables, capture_output=True, text=True, timeout=500
     )
     assert ran.returncode == 0, ran.stderr
+    print(ran.stdout)
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["losses"][-1] < found["losses"][0] / 2
     assert found["rewards"][-1] > found["rewards"][0] + 0.2
