@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,9 +15,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.door.http import HttpError, read_body, read_json
 from rlhfless_ray.service.requests import Job, QueueFull
 from rlhfless_ray.service.tenant import ID, KINDS, Sampling, ServedModel, Tenant, failure
-from rlhfless_ray.service.wire import PROTOBUF, BadRequest, read_passes
+from rlhfless_ray.service.wire import PROTOBUF, ClientMistake, read_passes
 from rlhfless_ray.service.work import AdamStep, passes_of
 from rlhfless_ray.types import Request
 
@@ -32,15 +32,15 @@ Handler = Callable[[Tenant, JsonObject, Mapping[str, str]], Reply]
 
 
 def read(body: JsonObject, name: str, kind: type | tuple[type, ...], default: Any = REQUIRED, where: str = "") -> Any:
-    """Return a field of a JSON body; null is like a field that is not there. Raises BadRequest."""
+    """Return a field of a JSON body; null is like a field that is not there. Raises ClientMistake."""
     value = body.get(name)
     if value is None:
         if default is REQUIRED:
-            raise BadRequest(f"{where}{name}: is missing")
+            raise ClientMistake(f"{where}{name}: is missing")
         return default
     kinds = (int, float) if kind is float else kind
     if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-        raise BadRequest(f"{where}{name}: has the wrong type ({type(value).__name__})")
+        raise ClientMistake(f"{where}{name}: has the wrong type ({type(value).__name__})")
     return value
 
 
@@ -96,7 +96,9 @@ class Service:
                 return JSONResponse({"error": "X-API-Key: unknown key", "category": "user"}, 401)
             try:
                 return await handler(tenant, request)
-            except BadRequest as error:
+            except HttpError as error:
+                return JSONResponse({"error": str(error), "category": "user"}, error.status)
+            except ClientMistake as error:
                 return JSONResponse({"detail": str(error), **failure(error)}, 422)
             except QueueFull:
                 return JSONResponse({"error": "too many open requests: retrieve some first", "category": "user"}, 429)
@@ -105,29 +107,20 @@ class Service:
 
     def _endpoint(self, handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(tenant: Tenant, request: HttpRequest) -> Response:
-            content = await body_of(request)
-            try:
-                body = json.loads(content) if content else {}
-            except ValueError as error:
-                raise BadRequest(f"body: not JSON ({error})") from None
-            if not isinstance(body, dict):
-                raise BadRequest("body: must be a JSON object")
-            reply = handler(tenant, body, request.path_params)
+            content = await read_body(request, MAX_BODY_BYTES)
+            reply = handler(tenant, read_json(content) if content else {}, request.path_params)
             return reply if isinstance(reply, Response) else JSONResponse(reply)
 
         return self._guarded(answer)
 
     async def _forward_backward(self, tenant: Tenant, request: HttpRequest) -> Response:
-        asked = read_passes(await body_of(request))
+        asked = read_passes(await read_body(request, MAX_BODY_BYTES))
         base = tenant.model(asked.model_id).base
         item = passes_of(asked, base.vocabulary, base.context)
         return JSONResponse(ordered(tenant, asked.model_id, asked.seq_id, lambda: tenant.passes(asked.model_id, item)))
 
     async def _retrieve(self, tenant: Tenant, request: HttpRequest) -> Response:
-        try:
-            id = json.loads(await body_of(request))["request_id"]
-        except (ValueError, KeyError, TypeError):
-            raise BadRequest("request_id: is missing") from None
+        id = read(read_json(await read_body(request, MAX_BODY_BYTES)), "request_id", str)
         job = tenant.requests.known.get(id)
         if job is None:
             return JSONResponse({"error": f"request_id: {id!r} is unknown or too old", "category": "user"}, 410)
@@ -148,7 +141,7 @@ class Service:
 
     def base(self, name: str) -> ServedModel:
         if name not in self.bases:
-            raise BadRequest(f"base_model: {name!r} is not served, only {', '.join(self.bases)}")
+            raise ClientMistake(f"base_model: {name!r} is not served, only {', '.join(self.bases)}")
         return self.bases[name]
 
     def create_model(self, tenant: Tenant, body: JsonObject, *_: object) -> Reply:
@@ -156,13 +149,13 @@ class Service:
         lora = read(body, "lora_config", dict, {})
         rank, seed = read(lora, "rank", int, 32 if lora else 0, "lora_config."), read(lora, "seed", int, 0, "lora_config.")
         if lora and rank < 1:
-            raise BadRequest(f"lora_config.rank: must be at least 1, not {rank}")
+            raise ClientMistake(f"lora_config.rank: must be at least 1, not {rank}")
         for part in ("train_mlp", "train_attn"):
             if not read(lora, part, bool, True, "lora_config."):
-                raise BadRequest(f"lora_config.{part}: adapters of all linear layers are trained, so it must be true")
+                raise ClientMistake(f"lora_config.{part}: adapters of all linear layers are trained, so it must be true")
         kind = read(read(body, "optimizer_config", dict, {}), "type", str, "adamw")
         if kind not in ("adam", "adamw"):
-            raise BadRequest(f"optimizer_config.type: only adamw is served, not {kind!r}")
+            raise ClientMistake(f"optimizer_config.type: only adamw is served, not {kind!r}")
         made = {"model_id": id, "type": "create_model"}
         return promise(tenant, f"{id}:0", id, lambda: (tenant.create(id, base, rank, seed % 2**31), made)[1])
 
@@ -183,7 +176,7 @@ class Service:
         numbers = {name: float(read(given, name, float, default, where)) for name, default in defaults.items()}
         for name, value in numbers.items():
             if not 0 <= value < (1 if name.startswith("beta") else np.inf):
-                raise BadRequest(f"{where}{name}: {value:g} is out of range")
+                raise ClientMistake(f"{where}{name}: {value:g} is out of range")
         id = tenant.model(read(body, "model_id", str)).id
         return ordered(tenant, id, read(body, "seq_id", int), lambda: tenant.step(id, AdamStep(**numbers)))
 
@@ -210,7 +203,7 @@ class Service:
         if name:
             tenant.checkpoint_folder(f"tinker://{id}/sampler_weights/{name}")
         elif session < 0:
-            raise BadRequest("path: name the weights, or give sampling_session_seq_id")
+            raise ClientMistake("path: name the weights, or give sampling_session_seq_id")
         of_session = f"{id}-sampler-{session}-{number}" if session >= 0 else ""
         return ordered(tenant, id, number, lambda: tenant.save_for_sampler(id, name, of_session))
 
@@ -249,16 +242,16 @@ class Service:
     def asample(self, tenant: Tenant, body: JsonObject, *_: object) -> Reply:
         if session := read(body, "sampling_session_id", str, ""):
             if session not in tenant.samplers:
-                raise BadRequest(f"sampling_session_id: {session!r} is none of yours, or the server was started again since")
+                raise ClientMistake(f"sampling_session_id: {session!r} is none of yours, or the server was started again since")
             where, id = tenant.samplers[session], f"{session}:{read(body, 'seq_id', int)}"
         else:
             where, id = self._weights(tenant, body), uuid.uuid4().hex
         for name in ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
             if body.get(name):
-                raise BadRequest(f"{name}: is not served; `forward` returns the log-probabilities of given tokens")
+                raise ClientMistake(f"{name}: is not served; `forward` returns the log-probabilities of given tokens")
         count = read(body, "num_samples", int, 1)
         if not 1 <= count <= MAX_SAMPLES:
-            raise BadRequest(f"num_samples: must be from 1 to {MAX_SAMPLES}, not {count}")
+            raise ClientMistake(f"num_samples: must be from 1 to {MAX_SAMPLES}, not {count}")
         base = self.bases[where] if where in self.bases else self._base_of(tenant, where)
         content = Sampling(sampling_request(body, base), count)
         job = Job(id, lambda jobs: tenant.sample(where, jobs), content, batch=where)
@@ -269,20 +262,10 @@ class Service:
         return tenant.models[id].base if id in tenant.models else self.base(tenant.saved(path)["base_model"])
 
 
-async def body_of(request: HttpRequest) -> bytes:
-    """Read a body. Raises BadRequest for one that is too large."""
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > MAX_BODY_BYTES:
-            raise BadRequest(f"body: is larger than {MAX_BODY_BYTES // 2**20} MiB")
-    return bytes(content)
-
-
 def model_id(body: JsonObject) -> str:
     session = read(body, "session_id", str)
     if not ID.fullmatch(session):
-        raise BadRequest("session_id: must be letters, digits and any of _.:-")
+        raise ClientMistake("session_id: must be letters, digits and any of _.:-")
     return f"{session}:train:{read(body, 'model_seq_id', int)}"
 
 
@@ -298,24 +281,24 @@ def ordered(tenant: Tenant, model: str, number: int, run: Callable[[], Any]) -> 
 
 
 def sampling_request(body: JsonObject, base: ServedModel) -> Request:
-    """Read the prompt and the sampling parameters. Raises BadRequest."""
+    """Read the prompt and the sampling parameters. Raises ClientMistake."""
     chunks = read(read(body, "prompt", dict), "chunks", list, where="prompt.")
     if any(not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
-        raise BadRequest("prompt.chunks: only encoded_text is served")
+        raise ClientMistake("prompt.chunks: only encoded_text is served")
     tokens = [token for chunk in chunks for token in read(chunk, "tokens", list, where="prompt.chunks.")]
     if not tokens or any(type(token) is not int or not 0 <= token < base.vocabulary for token in tokens):
-        raise BadRequest(f"prompt.chunks.tokens: must be token ids from 0 to {base.vocabulary - 1}, at least one")
+        raise ClientMistake(f"prompt.chunks.tokens: must be token ids from 0 to {base.vocabulary - 1}, at least one")
     given, where = read(body, "sampling_params", dict, {}), "sampling_params."
     room = base.context - len(tokens)
     longest = read(given, "max_tokens", int, room, where)
     if not 1 <= longest <= room:
-        raise BadRequest(f"{where}max_tokens: must be from 1 to {room}, the rest of the context, not {longest}")
+        raise ClientMistake(f"{where}max_tokens: must be from 1 to {room}, the rest of the context, not {longest}")
     stop = read(given, "stop", (str, list), None, where)
     if stop == []:
-        raise BadRequest(f"{where}stop: an end-of-sequence token always ends a response, so it cannot be empty")
+        raise ClientMistake(f"{where}stop: an end-of-sequence token always ends a response, so it cannot be empty")
     words = [stop] if isinstance(stop, str) else stop or []
     if not (all(type(one) is str for one in words) or all(type(one) is int for one in words)):
-        raise BadRequest(f"{where}stop: must be texts or token ids")
+        raise ClientMistake(f"{where}stop: must be texts or token ids")
     top_k, seed = read(given, "top_k", int, -1, where), read(given, "seed", int, None, where)
     return Request(
         key=0,

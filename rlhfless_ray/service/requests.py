@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless_ray.service.wire import BadRequest
+from rlhfless_ray.service.wire import ClientMistake
 
 MAX_OPEN = 4096  # requests of a tenant that are not done
 KEPT_RESULTS = 4096
@@ -44,7 +44,7 @@ class Requests:
     def submit(self, job: Job, model: str = "", number: int | None = None) -> Job:
         """Accept a job, or return the one that was accepted under its id. `number`: its place among the requests of the model.
 
-        Raises QueueFull, and BadRequest for a number that the model has passed.
+        Raises QueueFull, and ClientMistake for a number that the model has passed.
         """
         with self.changed:
             if job.id in self.known:
@@ -52,7 +52,7 @@ class Requests:
             if sum(not one.future.done() for one in self.known.values()) >= MAX_OPEN:
                 raise QueueFull
             if number is not None and number < self.expected.setdefault(model, 1):
-                raise BadRequest(f"seq_id: {number} of {model} is done, and its result is not kept any more")
+                raise ClientMistake(f"seq_id: {number} of {model} is done, and its result is not kept any more")
             self.known[job.id] = job
             if number is None:
                 self.ready.append(job)

@@ -34,7 +34,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.worker_pools import PoolMaker
 from rlhfless_ray.service.model_group import ModelActor, ModelGroup
 from rlhfless_ray.service.requests import Job, Requests
-from rlhfless_ray.service.wire import BadRequest, write_passes, write_samples
+from rlhfless_ray.service.wire import ClientMistake, write_passes, write_samples
 from rlhfless_ray.service.work import AdamStep, PassesDone, TokenPasses
 from rlhfless_ray.types import Request, WeightVersion
 from rlhfless_ray.weights.channel import stored_version
@@ -123,7 +123,7 @@ class Tenant:
                 try:
                     jobs[0].run(jobs)
                 except Exception as error:  # a request fails alone, whatever the reason, and says so
-                    if not isinstance(error, BadRequest | RunError):
+                    if not isinstance(error, ClientMistake | RunError):
                         LOG.exception("a request of %s failed", self.name)
                     for job in jobs:
                         if not job.future.done():
@@ -159,7 +159,7 @@ class Tenant:
 
     def model(self, id: str) -> TenantModel:
         if id not in self.models:
-            raise BadRequest(f"model_id: {id!r} is none of your models")
+            raise ClientMistake(f"model_id: {id!r} is none of your models")
         return self.models[id]
 
     def create(self, id: str, base: ServedModel, lora_rank: int, seed: int, state: StoredFiles | None = None) -> TenantModel:
@@ -203,17 +203,17 @@ class Tenant:
         done = self.staffed(id).group.work(item)
         assert isinstance(done, OptimizerStep)
         if done.skipped:
-            raise BadRequest(f"optim_step: not applied, because {done.skipped}")
+            raise ClientMistake(f"optim_step: not applied, because {done.skipped}")
         return {"metrics": {"grad_norm:mean": done.grad_norm, "learning_rate:mean": done.learning_rate}}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
     def checkpoint_folder(self, path: str, field: str = "path") -> Path:
-        """Return the folder of a path `tinker://model/kind/name`. Raises BadRequest if it is none of the tenant's."""
+        """Return the folder of a path `tinker://model/kind/name`. Raises ClientMistake if it is none of the tenant's."""
         parts = path.removeprefix("tinker://").split("/")
         is_path = path.startswith("tinker://") and len(parts) == 3 and parts[1] in KINDS
         if not is_path or not ID.fullmatch(parts[0]) or not NAME.fullmatch(parts[2]):
-            raise BadRequest(f"{field}: expected tinker://model/weights/name, not {path!r}")
+            raise ClientMistake(f"{field}: expected tinker://model/weights/name, not {path!r}")
         return self._model_folder(parts[0]) / parts[1] / parts[2]
 
     def _model_folder(self, id: str) -> Path:
@@ -223,7 +223,7 @@ class Tenant:
         path = f"tinker://{model.id}/{kind}/{name}"
         folder = self.checkpoint_folder(path)
         if folder.exists():
-            raise BadRequest(f"path: {path} exists already")
+            raise ClientMistake(f"path: {path} exists already")
         folder.mkdir(parents=True)
         about = {"path": path, "model": model.id, "base_model": model.base.name, "lora_rank": model.lora_rank, "time_s": time.time()}
         (folder / "checkpoint.json").write_text(json.dumps(about))
@@ -238,7 +238,7 @@ class Tenant:
     def saved(self, path: str) -> JsonObject:
         file = self.checkpoint_folder(path) / "checkpoint.json"
         if not file.is_file():
-            raise BadRequest(f"path: there is no checkpoint {path!r}")
+            raise ClientMistake(f"path: there is no checkpoint {path!r}")
         return json.loads(file.read_text())
 
     def load(self, id: str, path: str, optimizer: bool, base: str = "") -> JsonObject:
@@ -254,12 +254,12 @@ class Tenant:
         if id not in self.models:
             name = base or about["base_model"]
             if name not in self.bases:
-                raise BadRequest(f"base_model: {name!r} is not served")
+                raise ClientMistake(f"base_model: {name!r} is not served")
             self.create(id, self.bases[name], about["lora_rank"], 0, state)
         else:
             model = self.staffed(id)
             if (model.base.name, model.lora_rank) != (about["base_model"], about["lora_rank"]):
-                raise BadRequest(f"path: {path} is of {about['base_model']} with lora_rank {about['lora_rank']}, unlike the model")
+                raise ClientMistake(f"path: {path} is of {about['base_model']} with lora_rank {about['lora_rank']}, unlike the model")
             model.group.replace_state(state)
         return {"path": path, "model_id": id, "type": "load_weights"}
 
@@ -366,5 +366,5 @@ class Tenant:
 
 def failure(error: BaseException) -> JsonObject:
     """Return what a client gets for a failed request."""
-    category = "user" if isinstance(error, BadRequest) else "server"
+    category = "user" if isinstance(error, ClientMistake) else "server"
     return {"error": one_line(error, 500), "category": category}

@@ -45,7 +45,7 @@ FLOAT32 = 1
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
-class BadRequest(Exception):
+class ClientMistake(Exception):
     """A mistake of the client. The message names the field."""
 
 
@@ -88,19 +88,19 @@ class PassesRequest:
 
 
 def read_passes(body: bytes) -> PassesRequest:
-    """Read a ForwardBackwardRequest. Raises BadRequest."""
+    """Read a ForwardBackwardRequest. Raises ClientMistake."""
     try:
         message = CLASSES["ForwardBackwardRequest"].FromString(body)
     except DecodeError as error:
-        raise BadRequest(f"body: not a ForwardBackwardRequest in protobuf ({error})") from None
+        raise ClientMistake(f"body: not a ForwardBackwardRequest in protobuf ({error})") from None
     config = {one.key: one.value for one in message.loss_fn_config}
     for one in message.loss_fn_config_v2:
         if one.value.text:
-            raise BadRequest(f"loss_fn_config.{one.key}: must be a number, not {one.value.text!r}")
+            raise ClientMistake(f"loss_fn_config.{one.key}: must be a number, not {one.value.text!r}")
         config[one.key] = one.value.number
     data = [_datum(one, f"data[{number}]") for number, one in enumerate(message.data)]
     if not data:
-        raise BadRequest("data: must have at least one datum")
+        raise ClientMistake("data: must have at least one datum")
     return PassesRequest(message.model_id, message.seq_id, message.loss_fn, config, message.forward_only, data)
 
 
@@ -108,7 +108,7 @@ def _datum(message: Any, where: str) -> Datum:
     parts = []
     for chunk in message.model_input:
         if chunk.image or chunk.dmel:
-            raise BadRequest(f"{where}.model_input: only text is served, not images or audio")
+            raise ClientMistake(f"{where}.model_input: only text is served, not images or audio")
         parts.append(_array(chunk.encoded_text.tokens, DTYPES[3], f"{where}.model_input"))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
     inputs = {}
@@ -116,18 +116,20 @@ def _datum(message: Any, where: str) -> Datum:
         name = f"{where}.loss_fn_inputs.{one.key}"
         tensor = one.value
         if tensor.sparse_csr or tensor.dtype not in DTYPES:
-            raise BadRequest(f"{name}: must be a dense tensor of float32, int64 or int32")
+            raise ClientMistake(f"{name}: must be a dense tensor of float32, int64 or int32")
         inputs[one.key] = _array(tensor.dense, DTYPES[tensor.dtype], name)
         if len(inputs[one.key]) != len(tokens):
-            raise BadRequest(f"{name}: must have one value for each of the {len(tokens)} tokens of model_input, not {len(inputs[one.key])}")
+            raise ClientMistake(
+                f"{name}: must have one value for each of the {len(tokens)} tokens of model_input, not {len(inputs[one.key])}"
+            )
     if not len(tokens):
-        raise BadRequest(f"{where}.model_input: has no tokens")
+        raise ClientMistake(f"{where}.model_input: has no tokens")
     return Datum(tokens, inputs)
 
 
 def _array(content: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
     if len(content) % dtype.itemsize:
-        raise BadRequest(f"{name}: {len(content)} bytes are not whole values of {dtype}")
+        raise ClientMistake(f"{name}: {len(content)} bytes are not whole values of {dtype}")
     return np.frombuffer(content, dtype)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.service.losses import LOSSES
-from rlhfless_ray.service.wire import BadRequest, PassesRequest
+from rlhfless_ray.service.wire import ClientMistake, PassesRequest
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class PassesDone:
 
 
 def passes_of(request: PassesRequest, vocabulary: int, longest: int) -> TokenPasses:
-    """Check a request's data, and lay its sequences end to end. Raises BadRequest."""
+    """Check a request's data, and lay its sequences end to end. Raises ClientMistake."""
     loss = LOSSES.get(request.loss)
     if loss is None:
-        raise BadRequest(f"loss_fn: {request.loss!r} is not served, only {', '.join(LOSSES)}")
+        raise ClientMistake(f"loss_fn: {request.loss!r} is not served, only {', '.join(LOSSES)}")
     if unknown := sorted(set(request.config) - set(loss.config)):
-        raise BadRequest(f"loss_fn_config.{unknown[0]}: {request.loss} has no such setting")
+        raise ClientMistake(f"loss_fn_config.{unknown[0]}: {request.loss} has no such setting")
     needed = ("target_tokens", *loss.inputs)
     sequences = []
     for number, datum in enumerate(request.data):
@@ -59,14 +59,14 @@ def passes_of(request: PassesRequest, vocabulary: int, longest: int) -> TokenPas
         if "weights" not in given and "weights" in needed:
             given["weights"] = np.ones(len(tokens), np.float32)
         if missing := [name for name in needed if name not in given]:
-            raise BadRequest(f"{where}.loss_fn_inputs.{missing[0]}: {request.loss} needs it")
+            raise ClientMistake(f"{where}.loss_fn_inputs.{missing[0]}: {request.loss} needs it")
         if unread := sorted(name for name in given if name not in needed and name != "mask"):
-            raise BadRequest(f"{where}.loss_fn_inputs.{unread[0]}: {request.loss} does not read it")
+            raise ClientMistake(f"{where}.loss_fn_inputs.{unread[0]}: {request.loss} does not read it")
         if len(tokens) > longest:
-            raise BadRequest(f"{where}.model_input: has {len(tokens)} tokens, more than the {longest} of the model's context")
+            raise ClientMistake(f"{where}.model_input: has {len(tokens)} tokens, more than the {longest} of the model's context")
         for name, ids in (("model_input", tokens), ("loss_fn_inputs.target_tokens", given["target_tokens"])):
             if ids.min() < 0 or ids.max() >= vocabulary:
-                raise BadRequest(f"{where}.{name}: has a token outside of the vocabulary of {vocabulary}")
+                raise ClientMistake(f"{where}.{name}: has a token outside of the vocabulary of {vocabulary}")
         sequences.append((tokens, given))
     none = np.zeros(0, np.float32)
     batch = Batch.of(

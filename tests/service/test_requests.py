@@ -7,7 +7,7 @@ import pytest
 
 from rlhfless_ray.service import requests
 from rlhfless_ray.service.requests import Job, QueueFull, Requests
-from rlhfless_ray.service.wire import CLASSES, BadRequest, read_passes, write_passes, write_samples
+from rlhfless_ray.service.wire import CLASSES, ClientMistake, read_passes, write_passes, write_samples
 
 pytestmark = pytest.mark.pure
 
@@ -45,7 +45,7 @@ def test_request_whose_result_is_forgotten_is_refused(monkeypatch: pytest.Monkey
     for number in (1, 2, 3):
         of.submit(job(f"m:{number}"), "m", number).future.set_result({})
     of.submit(job("m:4"), "m", 4)
-    with pytest.raises(BadRequest, match="seq_id: 1 of m is done"):
+    with pytest.raises(ClientMistake, match="seq_id: 1 of m is done"):
         of.submit(job("m:1"), "m", 1)
 
 
@@ -105,5 +105,5 @@ def test_torn_tensor_is_named(change: dict[str, object], field: str) -> None:
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
     datum.loss_fn_inputs.add(key="x").value.MergeFrom(CLASSES["Tensor"](**change))
-    with pytest.raises(BadRequest, match=field):
+    with pytest.raises(ClientMistake, match=field):
         read_passes(message.SerializeToString())
