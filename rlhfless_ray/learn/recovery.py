@@ -16,7 +16,6 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import is_loss, reason_of
 from rlhfless_ray.functions.replicate import copy_to_driver_node
-from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.weights.remote_folder import FilesInStore, StoredFiles
 
 Snapshot = StoredFiles | list[FilesInStore] | None  # on disk, or the files of every rank
@@ -47,7 +46,7 @@ class Recovery:
         self.is_final = False  # the ranks have worked on a batch that was not kept: a lost learner cannot be restored
         self.complete: Snapshot = None  # the newest complete snapshot; None: the policy's files are the state
         self.load: Callable[[], StoredFiles] | None = None  # finds the snapshot if it is on disk
-        self.since: list[Batch] = []  # of the updates after the snapshot
+        self.since: list[Any] = []  # of the updates after the snapshot
         self.pending: tuple[int, list[Any], list[Any]] | None = None  # pending snapshot: updates before it, what to wait for, its state
         self.restarts = self.redone = 0
         self.seconds = 0.0  # spent on restoring lost learners
@@ -59,8 +58,8 @@ class Recovery:
         """Number of updates since the newest snapshot, pending ones included."""
         return len(self.since) - (self.pending[0] if self.pending else 0)
 
-    def record(self, batch: Batch) -> None:
-        """Remember that the ranks finished an update with this batch."""
+    def record(self, batch: Any) -> None:
+        """Remember that the ranks finished an update with this batch, or other work that they would be given again."""
         if self.keeps_batches:
             self.since.append(batch)
         else:

@@ -156,12 +156,16 @@ class Service:
         kind = read(read(body, "optimizer_config", dict, {}), "type", str, "adamw")
         if kind not in ("adam", "adamw"):
             raise ClientMistake(f"optimizer_config.type: only adamw is served, not {kind!r}")
-        made = {"model_id": id, "type": "create_model"}
-        return promise(tenant, f"{id}:0", id, lambda: (tenant.create(id, base, rank, seed % 2**31), made)[1])
+
+        def create() -> JsonObject:
+            tenant.create(id, base, rank, seed % 2**31)
+            return {"model_id": id, "type": "create_model"}
+
+        return promise(tenant, f"{id}:0", id, create)
 
     def unload_model(self, tenant: Tenant, body: JsonObject, *_: object) -> Reply:
         id = tenant.model(read(body, "model_id", str)).id
-        return promise(tenant, f"{id}:unload", id, lambda: (tenant.unload(id), {"model_id": id, "type": "unload_model"})[1])
+        return promise(tenant, f"{id}:unload", id, lambda: tenant.unload(id))
 
     def get_info(self, tenant: Tenant, body: JsonObject, *_: object) -> Reply:
         model = tenant.model(read(body, "model_id", str))

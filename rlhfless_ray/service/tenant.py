@@ -180,11 +180,12 @@ class Tenant:
             raise
         return model
 
-    def unload(self, id: str) -> None:
+    def unload(self, id: str) -> JsonObject:
         model = self.model(id)
         self.broker.put(model.group.pool.close())
         model.group.forget()
         del self.models[id]
+        return {"model_id": id, "type": "unload_model"}
 
     def staffed(self, id: str) -> TenantModel:
         """Return the model while its ranks hold the tenant's slot."""
