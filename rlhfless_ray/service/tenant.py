@@ -118,22 +118,27 @@ class Tenant:
 
     def _work(self) -> None:
         while not self.requests.closed:
-            jobs = self.requests.take(POLL_S)
-            if jobs:
-                try:
-                    jobs[0].run(jobs)
-                except Exception as error:  # a request fails alone, whatever the reason, and says so
-                    if not isinstance(error, ClientMistake | RunError):
-                        LOG.exception("a request of %s failed", self.name)
-                    for job in jobs:
-                        if not job.future.done():
-                            job.future.set_exception(error)
+            if jobs := self.requests.take(POLL_S):
+                self._do(jobs)
                 self.used_s = time.monotonic()
-            if self.leases.held and (time.monotonic() - self.used_s > self.idle_s or self.leases.others_wait()):
-                self._leave()
-            for pool in self.engines.values():
-                pool.end_expired(look_every_s=10.0)
+            try:
+                if self.leases.held and (time.monotonic() - self.used_s > self.idle_s or self.leases.others_wait()):
+                    self._leave()
+                for pool in self.engines.values():
+                    pool.end_expired(look_every_s=10.0)
+            except RunError:  # of a parked process; its next use says so to the client
+                LOG.exception("processes of %s could not be parked", self.name)
         self._leave()
+
+    def _do(self, jobs: list[Job]) -> None:
+        try:
+            jobs[0].run(jobs)
+        except Exception as error:  # a request fails alone, whatever the reason, and says so
+            if not isinstance(error, ClientMistake | RunError):
+                LOG.exception("a request of %s failed", self.name)
+            for job in jobs:
+                if not job.future.done():
+                    job.future.set_exception(error)
 
     def _pools(self) -> list[WorkerPool]:
         return [*self.engines.values(), *(model.group.pool for model in self.models.values())]
