@@ -41,7 +41,8 @@ class Settings:
 
     cost_weight: weight of cost in time + cost_weight · cost (seconds per actor-second). max_actors: actors that may be leased. pause_s
     (n,) or one: seconds for which a moved sequence does not decode, at worst. work_s (n,) or one: seconds for which its new actor does not
-    decode, because it takes over the context. start_s: seconds from lease to first token of a new actor.
+    decode, because it takes over the context. start_s: seconds from lease to first token of a new actor. speeds, prices (max_actors,): of
+    each actor, if they differ. Prices are relative to an actor-second of weight 1.
     """
 
     cost_weight: float
@@ -49,6 +50,8 @@ class Settings:
     pause_s: np.ndarray | float = 0.0
     work_s: np.ndarray | float = 0.0
     start_s: float = 0.0
+    speeds: tuple[Speed, ...] = ()
+    prices: tuple[float, ...] = ()
 
     @property
     def is_free(self) -> bool:
@@ -69,6 +72,7 @@ def decide_moves(live: LiveState, speed: Speed, settings: Settings) -> Moves:
     """Find moves that lower time + cost_weight · cost, or return the present actors.
 
     An actor takes base · the longest of its sequences + the work of all, in each draw. Time is that of the slowest actor, and cost the sum.
+    speed: of every actor, unless `settings.speeds` has others. A move then counts with the speeds of both actors.
 
     Sequences that have no actor yet, and all if moves are free, are spread over as many actors as the square-root law asks for
     (`square_root_law`). Shares are equal, or grow geometrically from those that probably have most left, if that is better by `MUST_GAIN`.
@@ -103,33 +107,40 @@ class MoveSearch:
 
     def __init__(self, live: LiveState, speed: Speed, settings: Settings) -> None:
         self.live, self.speed, self.settings, self.actor = live, speed, settings, live.actor.copy()
-        self.base_s = max(speed.base_s, 1e-9)
-        work = speed.per_seq_s * live.left
-        if speed.per_ctx_s:
-            work = work + speed.per_ctx_s * live.left * (live.context[:, None] + live.left / 2)
+        kinds = list(dict.fromkeys(settings.speeds)) or [speed]
+        self.kind = np.array([kinds.index(own) for own in settings.speeds] or [0] * settings.max_actors)  # of each actor
+        self.base_s = np.array([max(kind.base_s, 1e-9) for kind in kinds])
+        self.price = np.array(settings.prices or (1.0,) * settings.max_actors)[:, None]
+        work = [kind.per_seq_s * live.left for kind in kinds]
+        for k, kind in enumerate(kinds):
+            if kind.per_ctx_s:
+                work[k] = work[k] + kind.per_ctx_s * live.left * (live.context[:, None] + live.left / 2)
         n = len(live.left)
-        # the work of each sequence, the same after a move, and the tokens then, a pause as tokens that it would make
-        self.work = work
-        self.more = work + np.broadcast_to(settings.work_s, n)[:, None]
-        self.late = live.left + np.broadcast_to(settings.pause_s, n)[:, None] / self.base_s
+        pause = np.broadcast_to(settings.pause_s, n)[:, None]
+        # by kind: the work of each sequence there, the same after a move, and the tokens then, a pause as tokens that it would make
+        self.work = np.array(work)
+        self.more = self.work + np.broadcast_to(settings.work_s, n)[:, None]
+        self.late = np.array([live.left + pause / base_s for base_s in self.base_s])
         self.rank = np.argsort(-live.left.mean(1), kind="stable")
 
     def seconds(self, actor: np.ndarray) -> np.ndarray:
         """Return (actors, S) seconds of each actor, with the price of what has moved."""
         moved = (actor != self.live.actor)[:, None]
-        tokens, work = np.where(moved, self.late, self.live.left), np.where(moved, self.more, self.work)
+        kind, every = self.kind[actor], np.arange(len(actor))
+        tokens = np.where(moved, self.late[kind, every], self.live.left)
+        work = np.where(moved, self.more[kind, every], self.work[kind, every])
         order = np.argsort(actor, kind="stable")
         first = np.flatnonzero(np.diff(actor[order], prepend=-2))
         found = np.zeros((self.settings.max_actors, tokens.shape[1]))
         used = actor[order][first]
-        found[used] = self.base_s * np.maximum.reduceat(tokens[order], first) + np.add.reduceat(work[order], first)
+        found[used] = self.base_s[self.kind[used], None] * np.maximum.reduceat(tokens[order], first) + np.add.reduceat(work[order], first)
         if self.settings.start_s:
             found[[a for a in used.tolist() if a not in self.live.opened]] += self.settings.start_s
         return found
 
     def score(self, seconds: np.ndarray) -> np.ndarray:
         """Return (S,) time + cost_weight · cost."""
-        return np.asarray(seconds.max(0) + self.settings.cost_weight * seconds.sum(0))
+        return np.asarray(seconds.max(0) + self.settings.cost_weight * (self.price * seconds).sum(0))
 
     def spread(self) -> Moves:
         """Place all sequences anew, on the actors of the square-root law."""
@@ -191,11 +202,11 @@ class MoveSearch:
         found, is_moved = now.copy(), np.zeros(len(self.actor), bool)
         is_moved[moved] = True
         for a, members in ((source, (self.actor == source) & ~is_moved), (target, (self.actor == target) | is_moved)):
-            at = np.flatnonzero(members)
+            at, kind = np.flatnonzero(members), self.kind[a]
             priced = (is_moved | (self.actor != self.live.actor))[at, None]
-            tokens = np.where(priced, self.late[at], self.live.left[at])
-            work = np.where(priced, self.more[at], self.work[at])
-            found[a] = self.base_s * tokens.max(0) + work.sum(0) if len(at) else 0.0
+            tokens = np.where(priced, self.late[kind, at], self.live.left[at])
+            work = np.where(priced, self.more[kind, at], self.work[kind, at])
+            found[a] = self.base_s[kind] * tokens.max(0) + work.sum(0) if len(at) else 0.0
             if len(at) and a not in self.live.opened:
                 found[a] += self.settings.start_s
         return found

@@ -56,6 +56,12 @@ class Pool:
     interval_s: float = 0.0
     restart_s: float | None = None
 
+    @property
+    def loss_s(self) -> float:
+        """Seconds of an actor that a preemption costs, besides those for weights."""
+        restart_s = self.start_s if self.restart_s is None else self.restart_s
+        return max(0.0, restart_s - self.notice_s) + (self.interval_s if self.notice_s < self.interval_s else 0.0)
+
 
 @dataclass(frozen=True)
 class Plan:

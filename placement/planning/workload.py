@@ -57,10 +57,11 @@ class ActorType:
             raise ValueError(f"{name} needs a capacity above 0 tokens, got {pool.capacity}")
         setup_s = pool.start_s + transfer_s
         rate = pool.preempt_per_hour / 3600
-        restart_s = pool.start_s if pool.restart_s is None else pool.restart_s
-        if not all(math.isfinite(v) and v >= 0 for v in (pool.start_s, restart_s, transfer_s, rate, pool.notice_s, pool.interval_s)):
+        if not all(
+            math.isfinite(v) and v >= 0 for v in (pool.start_s, pool.restart_s or 0.0, transfer_s, rate, pool.notice_s, pool.interval_s)
+        ):
             raise ValueError(f"{name} needs finite start_s, restart_s, transfer_s, preempt_per_hour, notice_s and interval_s of at least 0")
-        loss_s = max(0.0, restart_s - pool.notice_s) + transfer_s + (pool.interval_s if pool.notice_s < pool.interval_s else 0.0)
+        loss_s = pool.loss_s + transfer_s
         if rate * loss_s >= 1:
             raise ValueError(
                 f"{name} is preempted {pool.preempt_per_hour:g} times an hour but needs {loss_s:g} s to start: it would never decode"

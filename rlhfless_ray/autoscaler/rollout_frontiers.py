@@ -92,6 +92,7 @@ class RolloutFrontiers:
         """
         room = {number: self.rooms[engine.devices].get(kind.name, 0) for number, kind in enumerate(self.kinds)}
         pools = {number: self._pool(self.kinds[number], engine, count) for number, count in room.items() if count > 0}
+        pools = {number: pool for number, pool in pools.items() if pool.preempt_per_hour * pool.loss_s < 3600}  # others never decode
         if not pools:
             return [replace(plan, pools=(len(self.kinds) - 1,) * plan.actors) for plan in frontier(lengths, pools=[engine], prompts=tokens)]
         plans: list[Plan] = []
@@ -111,10 +112,15 @@ class RolloutFrontiers:
             price=max(MIN_PRICE, self._price(kind)),
             max_actors=count,
             start_s=self.predictor.terms.warm_start.predict(),
+            restart_s=measured.start_s(kind.name, self.predictor.terms.cold_start),
             preempt_per_hour=measured.preempt_per_hour(kind.name),
             notice_s=kind.notice_s,
             interval_s=self.predictor.recipe.rollout.stream_interval_s,
         )
+
+    def engine_in(self, kind: PoolKind) -> tuple[Speed, float]:
+        """Return the speed of a pool's engines at the present width, and the price of its slots relative to that of any other."""
+        return self.predictor.engines.speed_in(kind.name, self.predictor.engines.width), self._price(kind)
 
     def _price(self, kind: PoolKind) -> float:
         own = self.kinds[-1].price_per_hour

@@ -118,7 +118,6 @@ class Ledger:
         self.written = 0
         self.summed_totals, self.summed_rows = np.zeros(4), 0  # of the first `summed_rows` rows
         self.by_kind: dict[str, dict[str, float]] = {}  # kind → activity → slot-seconds, of the same rows
-        self.by_pool: dict[str, PoolCost] = {}  # of the same rows
         self.step = 0
 
     def _repr_html_(self) -> str:
@@ -255,7 +254,6 @@ class Ledger:
             if row.slots:
                 cells = self.by_kind.setdefault(row.kind, {})
                 cells[row.activity] = cells.get(row.activity, 0.0) + row.seconds * row.slots
-            self.by_pool[row.pool] = self.by_pool.get(row.pool, PoolCost()).plus(row)
         self.summed_rows = len(self.rows)
         return _totals(self.summed_totals)
 
@@ -327,7 +325,7 @@ class Ledger:
             )
         rows, problems = read_ledger_lines(path)
         self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in rows]
-        self.summed_totals, self.summed_rows, self.forgotten, self.by_kind, self.by_pool = np.zeros(4), 0, 0, {}, {}
+        self.summed_totals, self.summed_rows, self.forgotten, self.by_kind = np.zeros(4), 0, 0, {}
         self.started_s = time.time() - max((row.to_s for row in self.rows), default=0.0)
         self.written = 0
         temporary = path.with_suffix(".tmp")

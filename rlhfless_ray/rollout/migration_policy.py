@@ -65,9 +65,11 @@ class MigrationPolicy(Plugin):
         self.forecast: Scenarios | None = None  # None: computed with the first decision
         self.lengths = np.zeros((0, 1))
         self.speed, self.cost_weight, self.token_s, self.limit = Speed(1.0, 0.0), 1.0, 0.0, np.inf
+        self.kind_of: Callable[[int], tuple[Speed, float]] = lambda _: (self.speed, 1.0)  # speed and relative price of an engine
         self.are_taken = are_taken
         self.safely, self.has_failed = safely, False  # after a failure a rollout continues without moves
         self.start_s, self.decide_at_s = math.inf, 0.0
+        self.kind_on: Callable[[str], tuple[Speed, float]] = lambda _: (self.speed, 1.0)  # the same of an engine on a node
 
     @property
     def is_on(self) -> bool:
@@ -79,6 +81,7 @@ class MigrationPolicy(Plugin):
         super().begin(rollout)
         rollout.migrations.choose_methods, rollout.move_times = self.choose_methods, self.move_times
         rollout.start_s, self.decide_at_s = self.start_s, 0.0
+        self.kind_of = lambda number: self.kind_on(rollout.calls.engines[number].slot.node)
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, TokensArrived):
@@ -185,7 +188,7 @@ class MigrationPolicy(Plugin):
             new[live] = cut_at_share(owner, begun, self.tau)
             saved_s, reason = 0.0, f"a share of {self.tau:g} has finished"
         else:
-            best = self._best(token_log, live, owner, len(engines), self._present_speed(steps))
+            best = self._best(token_log, live, owner, engines, self._slowdown(steps))
             new[live], saved_s, reason = best.actor, best.time_saved_s, best.reason
         changed = live[owner != new[live]]
         pairs = sorted(set(zip(actor[changed].tolist(), new[changed].tolist(), strict=True)))
@@ -196,8 +199,8 @@ class MigrationPolicy(Plugin):
         )
         return MigrationRequests(moves, max(0.0, saved_s), reason)
 
-    def _best(self, token_log: TokenLog, live: np.ndarray, owner: np.ndarray, engines: int, speed: Speed) -> Moves:
-        """Return the planner's best moves of the `live` requests.
+    def _best(self, token_log: TokenLog, live: np.ndarray, owner: np.ndarray, engines: list[int], slowdown: float) -> Moves:
+        """Return the planner's best moves of the `live` requests, by the speed and the price of each engine.
 
         A pause is priced by what pauses have taken in this run at worst. Taking over contexts is also work for the target engine, during
         which all its sequences wait.
@@ -206,18 +209,18 @@ class MigrationPolicy(Plugin):
             self.forecast = Scenarios.from_matrix(self.lengths)
         left = self.forecast.left(token_log.length, token_log.finished, self.limit)[live]
         context = (token_log.prompt + token_log.length)[live].astype(float)
-        settings = Settings(self.cost_weight, engines, self._pause_s(context), self._work_s(context))
-        return decide_moves(LiveState(left, context, owner, tuple(range(engines))), speed, settings)
+        fitted, prices = zip(*map(self.kind_of, engines), strict=True)
+        speeds = tuple(Speed(slowdown * one.base_s, slowdown * one.per_seq_s, slowdown * one.per_ctx_s) for one in fitted)
+        pause_s, work_s = self._pause_s(context), self._work_s(context)
+        settings = Settings(self.cost_weight, len(engines), pause_s, work_s, speeds=speeds, prices=prices)
+        return decide_moves(LiveState(left, context, owner, tuple(range(len(engines)))), speeds[0], settings)
 
-    def _present_speed(self, steps: EngineSteps) -> Speed:
-        """Return the fitted speed, scaled to the newest steps: the first rollout has no fit, and machines vary."""
+    def _slowdown(self, steps: EngineSteps) -> float:
+        """Return what the newest steps took, relative to the fitted speed: the first rollout has no fit, and machines vary."""
         if not steps:
-            return self.speed
+            return 1.0
         pairs = [(s.token_s, self.speed.step_s(s.running, s.context_tokens)) for s in steps.newest(RECENT) if s.new_tokens <= s.running]
-        if not pairs:
-            return self.speed
-        factor = float(np.median([seconds / max(predicted, 1e-9) for seconds, predicted in pairs]))
-        return Speed(factor * self.speed.base_s, factor * self.speed.per_seq_s, factor * self.speed.per_ctx_s)
+        return float(np.median([seconds / max(predicted, 1e-9) for seconds, predicted in pairs])) if pairs else 1.0
 
     def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
         """Record a move. `how`: the chosen method, even if it fell back to the other one, which makes the chosen one look slower."""

@@ -284,6 +284,7 @@ class RolloutStage:
         second = autoscaler.criteria.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
         speed, prefill, start_s = autoscaler.engines.fit.speed, autoscaler.terms.prefill.per_unit_s, autoscaler.terms.cold_start.predict()
         self.migration.prepare(lengths, speed, second, prefill, rollout.max_tokens, start_s)
+        self.migration.kind_on = lambda node: autoscaler.frontiers.engine_in(self.context.leases.pools.pool_of(node))
 
     def answer(self, prompts: list[Prompt], settings: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
         """Generate the responses of an evaluation on as many engines as possible. `settings`: (temperature, responses per prompt)."""

@@ -65,6 +65,15 @@ def test_observed_preemptions_make_a_pool_dearer() -> None:
     assert set(used(autoscaler, plans_of(autoscaler)[-1])) == {OWN}
 
 
+def test_a_preemption_costs_the_start_that_successors_took_in_the_pool() -> None:
+    autoscaler = planner({"spot": 3, OWN: 3}, PoolKind("spot", {"market": "spot"}, price_per_hour=2.0, preempt_per_hour=20.0))
+    assert set(used(autoscaler, plans_of(autoscaler)[-1])) == {"spot"}
+    for start_s in (100.0, 600.0):  # at the second they would be lost before they decode
+        for _ in range(8):
+            autoscaler.terms.pools.observe_start("spot", start_s)
+        assert all(set(used(autoscaler, plan)) == {OWN} for plan in plans_of(autoscaler)[-1:])
+
+
 def test_each_pool_is_planned_with_the_speed_of_its_engines() -> None:
     autoscaler = planner({"slow": 3, OWN: 3}, PoolKind("slow", {"gpu": "old"}, price_per_hour=4.0))
 

@@ -30,6 +30,34 @@ def test_the_seconds_of_actors_are_those_of_the_speed() -> None:
     assert not found[6:].any()
 
 
+def test_each_actor_has_its_own_speed_and_price() -> None:
+    """Between two kinds of engines a move counts with the speeds of both, and the cost with both prices."""
+    live, slow = state(40, actors=2), Speed(2e-2, 1e-4, 1e-7)
+    given = Settings(0.1, 4, 0.5, 0.1, speeds=(SPEED, slow, SPEED, slow), prices=(1.0, 0.3, 1.0, 0.3))
+    search = MoveSearch(live, SPEED, given)
+    found = search.seconds(live.actor)
+    for a, speed in ((0, SPEED), (1, slow)):
+        mine = np.flatnonzero(live.actor == a)
+        assert found[a].mean() == pytest.approx(speed.rollout_s(live.left[mine], live.context[mine]))
+    assert search.score(found) == pytest.approx(found.max(0) + 0.1 * (found[0] + 0.3 * found[1]))
+    moved = np.flatnonzero(live.actor == 1)[:1]
+    after = search.changed(found, moved, 0)
+    placed = live.actor.copy()
+    placed[moved] = 0
+    np.testing.assert_allclose(after, search.seconds(placed))
+    alone = MoveSearch(LiveState(live.left[moved], live.context[moved], np.array([1]), (0, 1)), SPEED, given).seconds(np.array([0]))
+    assert alone[0] == pytest.approx(SPEED.base_s * live.left[moved[0]] + 0.5 + SPEED.per_seq_s * live.left[moved[0]] + 0.1), (
+        "its tokens at the new speed, and the pause"
+    )
+
+
+def test_a_straggler_leaves_a_slow_kind_of_engine_for_a_fast_one() -> None:
+    live = LiveState(np.full((8, 20), 500.0), np.full(8, 50.0), np.array([0, 0, 0, 0, 1, 1, 1, 1]), (0, 1))
+    alike = decide_moves(live, SPEED, Settings(0.01, 2, 0.05))
+    apart = decide_moves(live, SPEED, Settings(0.01, 2, 0.05, speeds=(Speed(5e-2, 1e-4), SPEED)))
+    assert (alike.actor == live.actor).all() and (apart.actor == 1).all()
+
+
 @given(st.integers(0, 1000), st.sampled_from([0.01, 0.1]), st.sampled_from([0.0, 0.3]), st.floats(0.003, 3.0))
 @settings(deadline=None, max_examples=20)
 def test_changes_are_judged_as_whole_placements_are(seed: int, pause_s: float, start_s: float, cost_weight: float) -> None:

@@ -44,6 +44,16 @@ def test_tau_moves_the_rest_of_an_engine_once_that_share_has_finished() -> None:
     assert begun("tau", [100.0] * 12, tau=0.9).decide(state, [3, 5, 8], EngineSteps()).moves == ()
 
 
+def test_engines_of_a_fast_pool_get_the_tail_of_a_slow_one() -> None:
+    """Engine 1 is four times as fast. With one speed for both, nothing would be gained by a move."""
+    state = progressed([0] * 4 + [1] * 4, [10] * 8, [])
+    for kinds, target in ((lambda _: (SPEED, 1.0), None), (lambda number: (Speed(SPEED.base_s / (1, 4)[number], SPEED.per_seq_s), 1.0), 1)):
+        migration = begun("auto", [400.0] * 8, second=1e6)
+        migration.kind_of = kinds
+        moves = migration.decide(state, [0, 1], EngineSteps()).moves
+        assert {move.target for move in moves} == ({target} if target else set())
+
+
 def test_auto_consolidates_the_tail_only_when_leases_cost() -> None:
     owner = [0] * 8 + [1] * 8
     state = progressed(owner, [100] * 16, [*range(7), *range(8, 15)])
@@ -93,9 +103,7 @@ def test_the_fitted_speed_is_scaled_to_the_newest_steps() -> None:
     migration = begun("auto", [100.0])
     old = [EngineStep(4, 4, 0, 9.0)] * 100
     new = [EngineStep(4, 4, 0, 3 * SPEED.step_s(4)), EngineStep(4, 400, 0, 50.0)] * 64  # prefill shows nothing of decoding
-    found = migration._present_speed(EngineSteps(old + new))
-    assert (found.base_s, found.per_seq_s) == pytest.approx((3 * SPEED.base_s, 3 * SPEED.per_seq_s))
-    assert migration._present_speed(EngineSteps()) == SPEED
+    assert migration._slowdown(EngineSteps(old + new)) == pytest.approx(3) and migration._slowdown(EngineSteps()) == 1
 
 
 def test_each_context_takes_the_faster_method_and_requests_without_tokens_are_computed() -> None:
