@@ -65,7 +65,6 @@ ABLATION: list[Any] = [
     variant("- overlap", without=lambda _, k: k.early > 0),
     variant("- early gradients", gradients=False),
     variant("- gradients by linearity (PPO)", without=lambda _, k: k.linear),
-    variant("- engines given up for the learner", without=lambda _, k: k.narrow),
     variant("- engines kept awake or woken beforehand", prewarmed=False),
     variant("- consolidation and grouping (random split)", "random"),
     variant("- grouping (consolidate)", "consolidate"),

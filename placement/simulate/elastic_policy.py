@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from placement.simulate.narrowing import Narrowing
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import candidates, held_cluster, neighbours
 from placement.simulate.plan_search import Planner, Trial
@@ -122,10 +121,9 @@ def _roll_out(
     rollout that opens engines later wakes all of them when it needs them.
     """
     d, w = times.devices, times.width
-    narrowing = Narrowing(plan.share, (d - plan.early) // w) if plan.narrow else None
 
     def generate(**start: float | int) -> SimulatedRollout:
-        return simulated(times, given, rollout, engines=plan.engines, prefer=plan.prefer, narrowing=narrowing, **start)
+        return simulated(times, given, rollout, engines=plan.engines, prefer=plan.prefer, **start)
 
     beside = min((d - plan.late) // w, plan.engines)
     awake = plan.engines - beside

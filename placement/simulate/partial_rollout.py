@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.simulate.narrowing import Narrowed, Narrowing
 from placement.simulate.phase_times import PhaseTimes
+from placement.simulate.rollout import make_policy
 from placement.simulate.rollout.decoding import VirtualEngines
 from placement.simulate.rollout.run_policy import MAX_DECISIONS, Result, make_view, result_of, undecoded
-from placement.simulate.rollout.view import RolloutJob
+from placement.simulate.rollout.view import RolloutJob, RolloutPolicy
 from placement.simulate.simulate_step import SimulatedRollout, StepInput, after_prefill, rollout_job, start_up_s
 
 LONGER = 0.25  # of its tokens: how much longer a response is expected to be that has outlived every scenario
@@ -141,7 +141,6 @@ class PartialGeneration:
         capacity: int | None = None,
         transfer_s: float | None = None,
         wake_s: float | None = None,
-        narrowing: Narrowing | None = None,
         least_s: float = 0.0,
         until_s: float = np.inf,
     ) -> PartialRollout:
@@ -152,17 +151,17 @@ class PartialGeneration:
         has the version of the rollout before it, and ends then even if the batch is not complete.
         """
         start = start_up_s(times, transfer_s, wake_s)
-        key = (policy, times.width, engines, prefer, capacity, start, narrowing, least_s, until_s)
+        key = (policy, times.width, engines, prefer, capacity, start, least_s, until_s)
         if key not in given.cache:
             job = rollout_job(times, given, given.scenarios, engines, prefer, start, capacity)
-            given.cache[key] = self._made(times, given, job, Narrowed(policy, job, narrowing), start, (least_s, until_s))
+            given.cache[key] = self._made(times, given, job, make_policy(policy, job), start, (least_s, until_s))
         found = given.cache[key]
         assert isinstance(found, PartialRollout)
         self.last = found
         return found
 
     def _made(
-        self, times: PhaseTimes, given: StepInput, job: RolloutJob, policy: Narrowed, start_s: float, within_s: tuple[float, float]
+        self, times: PhaseTimes, given: StepInput, job: RolloutJob, policy: RolloutPolicy, start_s: float, within_s: tuple[float, float]
     ) -> PartialRollout:
         least_s, until_s = within_s
         beside = until_s < np.inf
@@ -232,7 +231,9 @@ class PartialGeneration:
         return float(given.prompts[begun].sum() + given.prompts[~begun][first].sum())
 
 
-def run_until(lengths: np.ndarray, job: RolloutJob, policy: Narrowed, enough: Callable[[np.ndarray], float]) -> tuple[Result, np.ndarray]:
+def run_until(
+    lengths: np.ndarray, job: RolloutJob, policy: RolloutPolicy, enough: Callable[[np.ndarray], float]
+) -> tuple[Result, np.ndarray]:
     """Run a rollout until it is enough. Returns its outcome and the tokens (n,) of each sequence.
 
     enough: when the rollout may end, from the end of each sequence (NaN: unfinished). Infinite if that is not known yet.

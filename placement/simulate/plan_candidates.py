@@ -9,7 +9,6 @@ from placement.simulate.simulate_step import StepPlanSettings
 
 PREFERS = (0.5, 0.9)  # of the rollout within the step: the tail weighs less there than in a rollout alone
 SHARES = (0.4, 0.85)  # shares of ended responses at which the early learner is leased
-GIVEN_UP = (0.85,)  # the same if engines are given up for it
 HELD = (1.0, 0.75, 0.5)  # shares of devices held throughout, where a new lease is a cold start
 FINER = (0.0, 0.2, 0.4, 0.55, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98)  # shares of ended responses tried by neighbours
 STEP = 0.1  # change of `prefer` between neighbours
@@ -19,8 +18,8 @@ def candidates(times: PhaseTimes) -> list[StepPlanSettings]:
     """Return the step plans where the search begins.
 
     These are: all engines with learning afterwards, and an early learner of about a quarter, a half or three quarters
-    of the cluster. It may grow to the whole cluster after the rollout. It works on devices that no engine ever had,
-    that engines release anyway, or that they give up at a planned moment.
+    of the cluster. It may grow to the whole cluster after the rollout. It works on devices that no engine ever had, or
+    that engines have released.
 
     Where a new lease costs more than waking a kept engine, the same is also tried on devices held throughout. Keeping
     them pays as long as it costs less than the starts it saves. All of it is tried at every width that may be chosen.
@@ -36,9 +35,6 @@ def candidates(times: PhaseTimes) -> list[StepPlanSettings]:
         tried += [(split, prefer, early) for prefer in PREFERS]
         for engines, prefer, late in dict.fromkeys(tried):
             found += [StepPlanSettings(engines, prefer, early, late, share) for share in SHARES]
-        for engines in sorted({times.engines, 3 * times.engines // 4}):
-            if engines > split and 3 * early >= d:
-                found += [StepPlanSettings(engines, fast, early, d, share, narrow=True) for share in GIVEN_UP]
     roomy = times.learner(awake=True)
     found += [replace(k, awake=True) for k in found if k.late == d and roomy.fits(d) and not times.awake_capacity(d)]
     if whitened(times):
@@ -76,8 +72,6 @@ def neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettin
         found.append(replace(plan, hosted=not plan.hosted))
     found += [replace(plan, engines=m) for m in near(plan.engines, 1, 1, times.engines)]
     found += near_prefers(plan)
-    if plan.early and plan.engines > (times.devices - plan.early) // times.width:
-        found.append(replace(plan, narrow=not plan.narrow))
     return [k for k in dict.fromkeys(found) if k != plan and fits(times, k)]
 
 

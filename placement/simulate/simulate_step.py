@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from placement.simulate.learner_queue import LearnerCosts, LearnerDevices, LearnerResult, LearnerWork, run_learner
-from placement.simulate.narrowing import Narrowed, Narrowing
 from placement.simulate.phase_times import PhaseTimes
+from placement.simulate.rollout import make_policy
 from placement.simulate.rollout.decoding import ActorLease
 from placement.simulate.rollout.fixed import random_split
 from placement.simulate.rollout.run_policy import Result, run
@@ -89,8 +89,7 @@ class StepPlanSettings:
     """The settings of a step plan.
 
     engines: limit on engines. prefer: the rollout's trade-off. early, late: the learner's devices during the rollout
-    (0: none) and after it. share: share of responses that must have ended before the early learner is leased. narrow:
-    engines are given up for the early learner at that share; otherwise it waits until they are released anyway. linear:
+    (0: none) and after it. share: share of responses that must have ended before the early learner is leased. linear:
     whitened advantages are learned from early, by linearity (`work_of`). awake: the learner is sharded so that engines
     on its devices need not sleep. hosted: the optimizer's state stays in host memory until the update (`TrainerModel`).
     held: devices that the job holds throughout and plans on (0: every lease is given back when its phase ends). width:
@@ -102,7 +101,6 @@ class StepPlanSettings:
     early: int
     late: int
     share: float = 0.0
-    narrow: bool = False
     linear: bool = False
     awake: bool = False
     hosted: bool = False
@@ -114,7 +112,7 @@ class StepPlanSettings:
         before = "nothing learns meanwhile, "
         if self.early:
             how = " (linear)" * self.linear + " (hosted)" * self.hosted
-            before = f"{self.early} devices learn{how} {'from' if self.narrow else 'once'} {self.share:.0%} ended, "
+            before = f"{self.early} devices learn{how} once {self.share:.0%} ended, "
         held = f"{self.held} devices held throughout, " * bool(self.held)
         wide = f" of {self.width} devices" * bool(self.width)
         return f"{held}at most {self.engines} engines{wide}, prefer {self.prefer:g}; {before}{self.late} afterwards"
@@ -171,21 +169,19 @@ def roll_out(
     capacity: int | None = None,
     transfer_s: float | None = None,
     wake_s: float | None = None,
-    narrowing: Narrowing | None = None,
 ) -> SimulatedRollout:
     """Simulate the rollout of a step.
 
     Every newly opened engine wakes and receives the weights (start-up, billed). The engines that the rollout begins
-    with prefill the prompts, each prompt once, or once per sample if deduplication is off. narrowing: when engines are
-    given up.
+    with prefill the prompts, each prompt once, or once per sample if deduplication is off.
     """
     start = start_up_s(times, transfer_s, wake_s)
-    key = (policy, times.width, engines, prefer, capacity, start, narrowing)
+    key = (policy, times.width, engines, prefer, capacity, start)
     if key in given.cache:
         return given.cache[key]
     scenarios = given.lengths[:, None] if policy == "oracle" else given.scenarios
     job = rollout_job(times, given, scenarios, engines, prefer, start, capacity)
-    result = run(given.lengths, job, Narrowed(policy, job, narrowing))
+    result = run(given.lengths, job, make_policy(policy, job))
     given.cache[key] = on_clock(times, given, result, start)
     return given.cache[key]
 

@@ -1,4 +1,4 @@
-"""The parts of an elastic step: engines given up for the learner, engines that stay awake, whitened gradients that add up."""
+"""The parts of an elastic step: engines that stay awake, whitened gradients that add up."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from benchmarks.simulated.simulate_rollout import simulate_rollout
-from placement import Speed
 from placement.simulate import PhaseTimes, parse, simulate
 from placement.simulate.elastic_policy import elastic
 from placement.simulate.learner_queue import LearnerCosts, LearnerDevices, LearnerWork, run_learner
-from placement.simulate.narrowing import Narrowed, Narrowing
 from placement.simulate.plan_candidates import candidates, neighbours
 from placement.simulate.plan_search import Planner
-from placement.simulate.rollout.run_policy import run
-from placement.simulate.rollout.view import RolloutJob
 from placement.simulate.setting import Setting
 from placement.simulate.simulate_run import Forecasts, workload_of
 from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases, work_of
 from tests.placement.held_devices import most_devices
-
-SPEED = Speed(0.01, 1e-4)
 
 
 def setting(**changes: object) -> Setting:
@@ -39,55 +30,6 @@ def step_input(of: Setting, seed: int = 0) -> StepInput:
     scenarios = Forecasts(of, seed).scenarios(work, 0)
     group = np.repeat(np.arange(of.prompts), g)
     return StepInput(work.lengths[0].ravel(), np.repeat(work.prompt_tokens[0], g), group, scenarios, seed)
-
-
-def job(rng: np.random.Generator, n: int, actors: int) -> tuple[np.ndarray, RolloutJob]:
-    lengths = np.round(rng.lognormal(5, 0.7, n)) + 1
-    scenarios = np.maximum(1, lengths[:, None] * rng.lognormal(0, 0.4, (n, 8)))
-    return lengths, RolloutJob(scenarios, SPEED, actors, 0.9, 0.02, 0.3, np.zeros(n), None, 0.05, int(rng.integers(9)))
-
-
-# ---- engines given up -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ours", "random", "consolidate", "oracle"])
-def test_nothing_given_up_is_the_policy_itself(name: str) -> None:
-    lengths, made = job(np.random.default_rng(3), 40, 6)
-    made = replace(made, scenarios=lengths[:, None]) if name == "oracle" else made
-    same = simulate_rollout(
-        lengths, made.scenarios, SPEED, policy=name, max_actors=6, prefer=0.9, migrate_s=0.02, start_s=0.3, interval_s=0.05, seed=made.seed
-    )
-    mine = run(lengths, made, Narrowed(name, made, None))
-    assert mine.time_s == same.time_s and mine.cost == same.cost and np.array_equal(mine.finish_s, same.finish_s)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=12)
-@given(st.integers(0, 10**6), st.sampled_from(["ours", "random", "consolidate", "oracle"]), st.floats(0.2, 0.9), st.integers(1, 4))
-def test_after_the_share_at_most_so_many_engines_decode_and_nothing_is_lost(seed: int, name: str, share: float, kept: int) -> None:
-    rng = np.random.default_rng(seed)
-    lengths, made = job(rng, 16, 5)
-    made = replace(made, scenarios=lengths[:, None]) if name == "oracle" else made
-    done = run(lengths, made, Narrowed(name, made, Narrowing(share, kept)))
-    assert np.isfinite(done.finish_s).all() and done.time_s == pytest.approx(done.finish_s.max())
-    ended = np.sort(done.finish_s)[int(np.ceil(share * 16)) - 1]
-    for at in np.linspace(ended + made.interval_s + 1e-6, done.time_s, 20, endpoint=False):
-        assert sum(lease.from_s <= at < lease.to_s for lease in done.leases) <= kept
-    assert all(0 <= lease.actor < 5 for lease in done.leases)
-
-
-def test_engines_given_up_let_the_learner_begin_earlier() -> None:
-    """Sixteen engines with long tails each would keep their devices; told to give half up, they leave them at the share."""
-    of = setting(nodes=2, prompts=16)
-    times, view = PhaseTimes.from_setting(of), step_input(of)
-    plan = StepPlanSettings(16, 0.9, 8, 16, 0.5)
-    waits, gives = (elastic(times, replace(view, cache={}), k, rollout="random") for k in (plan, replace(plan, narrow=True)))
-
-    def begins(step):
-        return min(h.from_s for h in step.holds if h.what == "learn")
-
-    assert begins(gives) < begins(waits) and most_devices(gives) <= 16
 
 
 # ---- engines that stay awake ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.simulate.rollout.decoding import ActorLease, VirtualEngines
-from placement.simulate.rollout.view import RolloutJob, View
+from placement.simulate.rollout.view import RolloutJob, RolloutPolicy, View
 
 MAX_DECISIONS = 100_000  # limit for a policy that lets nothing decode
 
@@ -40,13 +40,13 @@ class Result:
     decisions: tuple[PolicyStep, ...]
 
 
-def run(lengths: np.ndarray, job: RolloutJob, policy: object) -> Result:
-    """Run `policy` (anything with `decide(view) -> Action | None`) on sequences of true lengths (n,)."""
+def run(lengths: np.ndarray, job: RolloutJob, policy: RolloutPolicy) -> Result:
+    """Run a policy on sequences of true lengths (n,)."""
     engine = VirtualEngines(lengths, job.prompts, job.speed, job.start_s, job.migrate_s, job.capacity)
     steps = []
     for _ in range(MAX_DECISIONS):
         at = engine.time_s
-        action = policy.decide(make_view(engine, job))  # type: ignore[attr-defined]
+        action = policy.decide(make_view(engine, job))
         if action is not None:
             _check_action(action.actor, action.hold, engine.finished, job.max_actors)
             moved, opened, closed = engine.place(action.actor, action.hold)

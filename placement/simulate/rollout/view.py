@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -64,6 +65,13 @@ class Action:
     actor: np.ndarray
     reason: str
     hold: frozenset[int] = frozenset()
+
+
+class RolloutPolicy(Protocol):
+    """Decides at each replan who decodes where."""
+
+    def decide(self, view: View) -> Action | None:
+        """Return where each sequence belongs from now on, or None to leave everything as it is."""
 
 
 def per_seq_ratio(job: RolloutJob, context_tokens: float) -> float:
