@@ -61,7 +61,7 @@ def elastic(
         step = elastic(held_cluster(times, plan.held), given, within, **how)
         whole = DeviceHold("held", plan.held, 0.0, step.time_s)
         return replace(step, holds=(whole,), reason=plan.reason, planned=expected)
-    times = times.learner(linear=plan.linear, awake=plan.awake, hosted=plan.hosted)
+    times = times.learner(awake=plan.awake, hosted=plan.hosted)
     run, waking = _roll_out(times, given, plan, rollout, prewarmed, generate)
     given = run.trained or given
     free = run.free_from((times.devices - plan.early) // times.width)
@@ -69,7 +69,7 @@ def elastic(
     lease, load = max(free, float(ready)), times.state_s(plan.early) if plan.early else 0.0
     if not plan.early or lease + load >= run.end_s:
         return _woken(then_learn(name, times, given, run, plan.late), times.width, waking, plan.reason, expected)
-    done = learn_beside(times, given, run, plan.early, plan.late, lease + load, gradients=gradients, linear=plan.linear)
+    done = learn_beside(times, given, run, plan.early, plan.late, lease + load, gradients=gradients)
     unload, most = times.state_s(plan.late), max(plan.early, plan.late)
     resize = times.resize_s(plan.early, plan.late)
     holds = (

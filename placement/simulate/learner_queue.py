@@ -13,15 +13,13 @@ class LearnerWork:
     """The learner's input: n finished responses.
 
     finish_s, tokens (n,): when each ended, and its tokens with the prompt. group (n,): whose advantages it shares (-1:
-    its own only). gradients: models whose gradients may be taken before the last response, weighted by their cost in
-    training passes. later: the same once all have ended.
+    its own only). gradients: models whose gradients may be taken before the last response.
     """
 
     finish_s: np.ndarray
     tokens: np.ndarray
     group: np.ndarray
     gradients: float
-    later: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +84,7 @@ def run_learner(work: LearnerWork, learner: LearnerDevices, costs: LearnerCosts)
         if gradients > max(least, 1e-9):
             tokens = min(full, gradients)
             learned += tokens
-            models = work.gradients if grown is None or work.later is None else work.later
-            spent = models * costs.gradients_s(tokens, size)
+            spent = work.gradients * costs.gradients_s(tokens, size)
         elif here > prepared and (grown is not None or forward > least):  # also responses without a token of their own
             upto = int(np.searchsorted(arrived, arrived[prepared] + full, side="right")) - 1
             upto = min(here, max(upto, prepared + 1))

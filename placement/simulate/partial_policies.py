@@ -184,8 +184,8 @@ def _as_built(
 
 
 def _is_built(plan: StepPlanSettings) -> bool:
-    """Return whether the runtime can do this: its ranks do not change their number, and it collects no second set of gradients."""
-    return not plan.early or (plan.late == plan.early and not plan.linear)
+    """Return whether the runtime can do this: its ranks do not change their number within a step."""
+    return plan.early in (0, plan.late)
 
 
 def _whole(times: PhaseTimes) -> list[StepPlanSettings]:

@@ -175,12 +175,12 @@ class PhaseTimes:
         """Return whether an engine of this many KV tokens holds the longest possible sequence, which staying awake requires."""
         return room >= self.setting.response_limit + self.setting.prompt_limit
 
-    def learner(self, *, linear: bool = False, awake: bool = False, hosted: bool = False) -> PhaseTimes:
+    def learner(self, *, awake: bool = False, hosted: bool = False) -> PhaseTimes:
         """Return the same times with another learner.
 
-        linear: it holds a second set of the policy's gradients. awake: it leaves room for an engine (weights, and KV of
-        an even share of the sequences at half their limits), so it may have to shard more. hosted: its optimizer's
-        state stays in host memory until the update, so it may have to shard less.
+        awake: it leaves room for an engine (weights, and KV of an even share of the sequences at half their limits), so it
+        may have to shard more. hosted: its optimizer's state stays in host memory until the update, so it may have to shard
+        less.
         """
         s = self.setting
         each = (s.prompt_limit + s.response_limit) / 2
@@ -188,7 +188,7 @@ class PhaseTimes:
         kv = s.model.kv_bytes(self.width)
         engine = (s.engine_model.engine_bytes + tokens * kv) / self.width if awake else 0.0
         usable = s.phases["usable_memory"] - engine / s.device.memory_bytes
-        return replace(self, trainer=replace(self.trainer, more_gradients=int(linear), usable_memory=usable, hosted=hosted))
+        return replace(self, trainer=replace(self.trainer, usable_memory=usable, hosted=hosted))
 
     def fits(self, m: int) -> bool:
         """Return whether the learner's state fits m devices."""

@@ -37,9 +37,7 @@ def candidates(times: PhaseTimes) -> list[StepPlanSettings]:
             found += [StepPlanSettings(engines, prefer, early, late, share) for share in SHARES]
     roomy = times.learner(awake=True)
     found += [replace(k, awake=True) for k in found if k.late == d and roomy.fits(d) and not times.awake_capacity(d)]
-    if whitened(times):
-        found += [replace(k, linear=True) for k in found if k.early]
-    found += [replace(k, hosted=True) for k in found if k.early and shards_less(times.learner(linear=k.linear, awake=k.awake), k.early)]
+    found += [replace(k, hosted=True) for k in found if k.early and shards_less(times.learner(awake=k.awake), k.early)]
     found = [k for k in found if fits(times, k)]
     if times.wake_s > times.warm_s:
         for m in sorted({round(share * d / times.learner_step) * times.learner_step for share in HELD}):
@@ -66,9 +64,7 @@ def neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettin
         sizes = resized(times, plan)
         found += sizes + [replace(size, late=size.early) for size in sizes]
     found += [replace(plan, late=m) for m in near(plan.late, times.learner_step, times.min_learner, times.devices)]
-    if whitened(times) and plan.early:
-        found.append(replace(plan, linear=not plan.linear))
-    if plan.hosted or (plan.early and shards_less(times.learner(linear=plan.linear, awake=plan.awake), plan.early)):
+    if plan.hosted or (plan.early and shards_less(times.learner(awake=plan.awake), plan.early)):
         found.append(replace(plan, hosted=not plan.hosted))
     found += [replace(plan, engines=m) for m in near(plan.engines, 1, 1, times.engines)]
     found += near_prefers(plan)
@@ -108,11 +104,6 @@ def shards_less(times: PhaseTimes, m: int) -> bool:
     return replace(times.trainer, hosted=True).sharding(m) != times.trainer.sharding(m)
 
 
-def whitened(times: PhaseTimes) -> bool:
-    """Return whether gradients of whitened advantages could be collected early, by linearity."""
-    return times.ppo and times.setting.whiten and times.setting.updates == 1
-
-
 def held_cluster(times: PhaseTimes, m: int) -> PhaseTimes:
     """Return a cluster of m devices that are never given back: engines on them sleep and wake."""
     return replace(times, devices=m, wake_s=times.warm_s, wider=())
@@ -120,5 +111,5 @@ def held_cluster(times: PhaseTimes, m: int) -> PhaseTimes:
 
 def fits(times: PhaseTimes, plan: StepPlanSettings) -> bool:
     """Return whether the learner's state fits its devices, early and late."""
-    learner = times.at(plan.width).learner(linear=plan.linear, awake=plan.awake, hosted=plan.hosted)
+    learner = times.at(plan.width).learner(awake=plan.awake, hosted=plan.hosted)
     return all(learner.fits(m) for m in (plan.early, plan.late) if m)

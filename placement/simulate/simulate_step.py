@@ -89,11 +89,10 @@ class StepPlanSettings:
     """The settings of a step plan.
 
     engines: limit on engines. prefer: the rollout's trade-off. early, late: the learner's devices during the rollout
-    (0: none) and after it. share: share of responses that must have ended before the early learner is leased. linear:
-    whitened advantages are learned from early, by linearity (`work_of`). awake: the learner is sharded so that engines
-    on its devices need not sleep. hosted: the optimizer's state stays in host memory until the update (`TrainerModel`).
-    held: devices that the job holds throughout and plans on (0: every lease is given back when its phase ends). width:
-    devices of one engine (0: the width of the setting).
+    (0: none) and after it. share: share of responses that must have ended before the early learner is leased. awake:
+    the learner is sharded so that engines on its devices need not sleep. hosted: the optimizer's state stays in host
+    memory until the update (`TrainerModel`). held: devices that the job holds throughout and plans on (0: every lease is
+    given back when its phase ends). width: devices of one engine (0: the width of the setting).
     """
 
     engines: int
@@ -101,7 +100,6 @@ class StepPlanSettings:
     early: int
     late: int
     share: float = 0.0
-    linear: bool = False
     awake: bool = False
     hosted: bool = False
     held: int = 0
@@ -111,7 +109,7 @@ class StepPlanSettings:
     def reason(self) -> str:
         before = "nothing learns meanwhile, "
         if self.early:
-            how = " (linear)" * self.linear + " (hosted)" * self.hosted
+            how = " (hosted)" * self.hosted
             before = f"{self.early} devices learn{how} once {self.share:.0%} ended, "
         held = f"{self.held} devices held throughout, " * bool(self.held)
         wide = f" of {self.width} devices" * bool(self.width)
@@ -227,26 +225,19 @@ def after_prefill(leases: Sequence[ActorLease], prefill_s: float) -> tuple[Actor
     return tuple(ActorLease(k.actor, k.from_s + (prefill_s if k.from_s else 0.0), k.to_s + prefill_s) for k in leases)
 
 
-def work_of(times: PhaseTimes, given: StepInput, finish_s: np.ndarray, *, gradients: bool, linear: bool = False) -> LearnerWork:
+def work_of(times: PhaseTimes, given: StepInput, finish_s: np.ndarray, *, gradients: bool) -> LearnerWork:
     """Return what the learner may process before the last response.
 
     Forward passes always. Gradients only with one optimizer update per rollout, where they add up exactly: GRPO's once
     a prompt's responses are complete, PPO's critic's at once, PPO's policy's at once if advantages are not whitened
     over the batch.
-
-    linear: also with whitening. The batch's moments (m, s) are known only at its end. But with one update the ratio of
-    probabilities is 1, so the policy's gradient Σ ((A - m) / s) ∇log π equals (Σ A ∇log π - m Σ ∇log π) / s: two sums,
-    each of which adds up. They take one forward and two backward passes, 5/3 of a training pass, and a second set of
-    gradients.
     """
     nobody = np.full(len(finish_s), -1)
     if not gradients or times.setting.updates > 1:
         return LearnerWork(finish_s, given.tokens, nobody, 0.0)
     if not times.ppo:
         return LearnerWork(finish_s, given.tokens, given.group, 1.0)
-    if not times.setting.whiten:
-        return LearnerWork(finish_s, given.tokens, nobody, 2.0)
-    return LearnerWork(finish_s, given.tokens, nobody, 1.0 + 5 / 3, 2.0) if linear else LearnerWork(finish_s, given.tokens, nobody, 1.0)
+    return LearnerWork(finish_s, given.tokens, nobody, 1.0 if times.setting.whiten else 2.0)
 
 
 def costs_of(times: PhaseTimes, work: LearnerWork) -> LearnerCosts:
@@ -275,18 +266,10 @@ def costs_of(times: PhaseTimes, work: LearnerWork) -> LearnerCosts:
 
 
 def learn_beside(
-    times: PhaseTimes,
-    given: StepInput,
-    rollout: SimulatedRollout,
-    early: int,
-    late: int,
-    from_s: float,
-    *,
-    gradients: bool = True,
-    linear: bool = False,
+    times: PhaseTimes, given: StepInput, rollout: SimulatedRollout, early: int, late: int, from_s: float, *, gradients: bool = True
 ) -> LearnerResult:
     """Run the learner's part of a step: `early` devices from `from_s` on, `late` ones when the rollout is over."""
-    work = work_of(times, given, rollout.finish_s, gradients=gradients, linear=linear)
+    work = work_of(times, given, rollout.finish_s, gradients=gradients)
     return run_learner(work, LearnerDevices(early, late, from_s, rollout.end_s), costs_of(times, work))
 
 

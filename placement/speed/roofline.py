@@ -144,11 +144,11 @@ class TrainerModel:
     Transfers and computing overlap, so a micro-batch takes the longer of the two. Computing a micro-batch of t tokens a device
     reaches a share efficiency · t / (t + half_efficiency_tokens) of the dense bf16 peak: it takes as long as that many more tokens.
 
-    models: number of models trained side by side; one frozen reference is held as well. more_gradients: further sets of
-    one model's gradients. hosted: the optimizer's state stays in host memory except during the update (VERL's
-    `optimizer_offload`). That leaves room for whole weights, with the reference sharded where that is still too much.
-    Each update then waits for the state, and weights are sharded meanwhile. mixture_efficiency: factor of both efficiencies for
-    mixtures of experts, whose tokens are sent between devices in every layer.
+    models: number of models trained side by side; one frozen reference is held as well. hosted: the optimizer's state
+    stays in host memory except during the update (VERL's `optimizer_offload`). That leaves room for whole weights, with
+    the reference sharded where that is still too much. Each update then waits for the state, and weights are sharded
+    meanwhile. mixture_efficiency: factor of both efficiencies for mixtures of experts, whose tokens are sent between
+    devices in every layer.
     """
 
     model: Model
@@ -161,7 +161,6 @@ class TrainerModel:
     micro_batch_tokens: int
     least_batch_tokens: int
     optimizer_bytes_per_parameter: float
-    more_gradients: int = 0
     hosted: bool = False
     half_efficiency_tokens: float = 0.0
     mixture_efficiency: float = 1.0
@@ -179,16 +178,16 @@ class TrainerModel:
 
     def _least_sharded(self, devices: int) -> tuple[Sharding, float]:
         n, k, room = self.model.parameters, self.models, self.usable_memory * self.device.memory_bytes
-        more, optimizer = 2 * self.more_gradients, 0 if self.hosted else 12 * k
-        everything = n * (16 * k + more + 2) / devices
+        optimizer = 0 if self.hosted else 12 * k
+        everything = n * (16 * k + 2) / devices
         least = everything if self.hosted else 0.0  # at the update
-        whole = n * (4 * k + more + 2 + optimizer / devices)
+        whole = n * (4 * k + 2 + optimizer / devices)
         if whole <= room:
             return Sharding("optimizer", 0, 0, 1), max(whole, least)
-        weights = n * (2 * k + 2 + (2 * k + optimizer + more) / devices)
+        weights = n * (2 * k + 2 + (2 * k + optimizer) / devices)
         if weights <= room:
             return Sharding("optimizer and gradients", 0, 1, 0), max(weights, least)
-        trained = n * (2 * k + (2 * k + 2 + optimizer + more) / devices)
+        trained = n * (2 * k + (2 * k + 2 + optimizer) / devices)
         if self.hosted and trained <= room:  # of the k + 1 models in a forward pass only the reference is gathered
             return Sharding("optimizer, gradients and reference", 1 / (k + 1), 1, 0), max(trained, least)
         return Sharding("all", 1, 3, 0), everything

@@ -1,4 +1,4 @@
-"""The parts of an elastic step: engines that stay awake, whitened gradients that add up."""
+"""The parts of an elastic step: engines that stay awake, the learner's memory, and the search of its plan."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 
 from placement.simulate import PhaseTimes, parse, simulate
 from placement.simulate.elastic_policy import elastic
-from placement.simulate.learner_queue import LearnerCosts, LearnerDevices, LearnerWork, run_learner
 from placement.simulate.plan_candidates import candidates, neighbours
 from placement.simulate.plan_search import Planner
 from placement.simulate.setting import Setting
 from placement.simulate.simulate_run import Forecasts, workload_of
-from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases, work_of
+from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases
 from tests.placement.held_devices import most_devices
 
 
@@ -65,63 +64,13 @@ def test_a_start_longer_than_the_learning_delays_the_step() -> None:
         assert elastic(times, replace(view, cache={}), plan).time_s >= 59.0
 
 
-# ---- whitened advantages ----------------------------------------------------------------------------------------
-
-
-def test_a_whitened_gradient_is_two_sums_that_add_up() -> None:
-    """PPO's clipped objective with whitened advantages, differentiated numerically at the policy that sampled, equals
-    (Σ A ∇log π - m Σ ∇log π) / s collected response by response."""
-    rng = np.random.default_rng(0)
-    tokens, words = 60, 5
-    theta, chosen, state = rng.normal(size=(7, words)), rng.integers(0, words, tokens), rng.integers(0, 7, tokens)
-    advantage, response = rng.normal(2.0, 3.0, tokens), np.sort(rng.integers(0, 9, tokens))
-    m, s = advantage.mean(), advantage.std()
-    whitened = (advantage - m) / s
-
-    def log_pi(t: np.ndarray) -> np.ndarray:
-        return t[state, chosen] - np.log(np.exp(t[state]).sum(1))
-
-    sampled = log_pi(theta)
-
-    def objective(t: np.ndarray) -> float:
-        ratio = np.exp(log_pi(t) - sampled)
-        return float(np.minimum(ratio * whitened, np.clip(ratio, 0.8, 1.2) * whitened).sum())
-
-    numeric = np.zeros_like(theta)
-    for at in np.ndindex(theta.shape):
-        step = np.zeros_like(theta)
-        step[at] = 1e-6
-        numeric[at] = (objective(theta + step) - objective(theta - step)) / 2e-6
-    weighted, plain = np.zeros_like(theta), np.zeros_like(theta)
-    for r in range(9):  # moments unknown until the last response
-        for i in np.flatnonzero(response == r):
-            each = np.zeros_like(theta)
-            each[state[i]] = -np.exp(theta[state[i]]) / np.exp(theta[state[i]]).sum()
-            each[state[i], chosen[i]] += 1
-            weighted += advantage[i] * each
-            plain += each
-    assert np.allclose((weighted - m * plain) / s, numeric, atol=1e-6)
-
-
-def test_linear_gradients_cost_two_thirds_more_before_the_end_and_nothing_more_after_it() -> None:
-    of = setting(algorithm="ppo", device="H200")
-    times, view = PhaseTimes.from_setting(of), step_input(of)
-    plain, linear = (work_of(times, view, np.ones(32), gradients=True, linear=flag) for flag in (False, True))
-    assert plain.gradients == 1.0 and linear.gradients == pytest.approx(1 + 5 / 3) and linear.later == 2.0
-    costs = LearnerCosts(lambda t, m: 0.0, lambda t, m: t / m, lambda a, b: 0.0, lambda t, m: 0.0, 10**9, lambda m: 1)
-    work = LearnerWork(np.array([0.0, 10.0]), np.array([3.0, 6.0]), np.array([-1, -1]), 8 / 3, 2.0)
-    done = run_learner(work, LearnerDevices(1, 1, 0.0, 10.0), costs)
-    assert done.early_busy == pytest.approx(3 * 8 / 3) and done.end_s == pytest.approx(10 + 6 * 2)
-
-
 def test_no_plan_takes_more_memory_than_there_is() -> None:
     times = PhaseTimes.from_setting(setting(algorithm="ppo", model="qwen2.5-7b", nodes=2, samples=1, prompts=32))
     room = 0.8 * 48e9
     tried = candidates(times)
-    assert any(k.linear for k in tried)
     assert any(k.hosted for k in tried)
     for plan in {*tried, *(near for k in tried[::7] for near in neighbours(times, k))}:
-        learner = times.learner(linear=plan.linear, awake=plan.awake, hosted=plan.hosted)
+        learner = times.learner(awake=plan.awake, hosted=plan.hosted)
         assert all(learner.trainer.held_bytes(m) <= room for m in (plan.early, plan.late) if m)
         assert 1 <= plan.engines <= 16 and plan.early <= 15 and plan.late <= 16 and 0 <= plan.prefer <= 1
 
