@@ -17,7 +17,8 @@ from starlette.routing import BaseRoute
 from rlhfless_ray.common.json_types import JsonObject
 
 MAX_BODY_BYTES = 32 * 2**20
-START_S = 30.0
+END_S = 30.0
+KEEP_ALIVE_S = 3600  # of an idle connection: a loop that a busy machine has held up would close one whose request has arrived
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 
 
@@ -83,7 +84,8 @@ class LoopbackServer:
         app = Starlette(routes=routes, exception_handlers={HttpError: _on_http_error, HTTPException: _on_refused, Exception: _on_failure})
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", ws="none"))
+        config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S)
+        self._server = uvicorn.Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -93,4 +95,4 @@ class LoopbackServer:
     async def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True
         if self._serving is not None:
-            await asyncio.wait_for(self._serving, START_S)
+            await asyncio.wait_for(self._serving, END_S)
