@@ -19,8 +19,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlhfless_ray.common.json_types import JsonObject
+if TYPE_CHECKING:  # the process has none of the project's modules
+    from rlhfless_ray.common.json_types import JsonObject
 
 GCS = "GCS"  # begins the name of Ray's control service
 LOOK_MS = 1000  # interval of looking for processes that stand still
