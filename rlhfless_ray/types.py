@@ -20,6 +20,20 @@ UNFINISHED = "cut"  # finish reason of a response that goes on in the next step
 
 
 @dataclass(frozen=True)
+class Picture:
+    """An image of a prompt. It travels as a reference to its encoded bytes, and who needs its pixel values makes them once."""
+
+    digest: str  # of its encoded bytes
+    grid: tuple[int, int]  # rows and columns of its tokens
+    content: Any = field(compare=False, repr=False)  # its encoded bytes, or from the start of a run on the ray.ObjectRef of them
+    offset: int = 0  # place of its first token in the prompt
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of the data set, ready to be answered."""
 
@@ -28,6 +42,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     row: JsonObject = field(default_factory=dict)  # the raw columns, for the reward function
     cut_tokens: int = 0  # tokens cut off its left, which `text` still has
+    pictures: tuple[Picture, ...] = ()  # in the order of their places
 
 
 class SampleId(NamedTuple):
@@ -67,6 +82,7 @@ class Request:
     min_tokens: int = 0  # nothing ends the response before this many tokens
     cache_version: int | None = None  # weight version that names the KV of its context; None: the engine's
     id: SampleId = UNNAMED  # of the response, or of the episode of which it is a turn
+    pictures: tuple[Picture, ...] = ()  # of its prompt
 
 
 @dataclass(frozen=True)

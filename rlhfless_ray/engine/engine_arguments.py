@@ -11,6 +11,7 @@ from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.engine.head_config import is_head, layers_read
 from rlhfless_ray.prefix.pages import PageStore
+from rlhfless_ray.vision.image_processor import reads_images
 from rlhfless_ray.weights.model_folder import content_addressed_folder, stop_tokens, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -40,7 +41,17 @@ def common_arguments(folder: Path, settings: EngineSettings, load_format: str) -
         "tensor_parallel_size": width,
         "disable_log_stats": True,
         **memory,
+        **_image_arguments(folder),
     }
+
+
+def _image_arguments(folder: Path) -> dict[str, Any]:
+    """Return the arguments of an engine whose prompts may have images."""
+    if not reads_images(json.loads((folder / "config.json").read_bytes())):
+        return {}
+    from rlhfless_ray.engine.ready_images import ARGUMENTS
+
+    return ARGUMENTS
 
 
 def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | None, load_format: str, drafter: Path | None) -> EngineArgs:

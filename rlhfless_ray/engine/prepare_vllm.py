@@ -49,9 +49,11 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
         import_module("vllm.v1.worker.cpu_worker" if on_cpu else "vllm.v1.worker.gpu_worker")
         for name in BUILDING:
             import_module(name)
+        from rlhfless_ray.engine.ready_images import load_model_class
+
         for name in architectures:
             if name in ModelRegistry.models:
-                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+                ModelRegistry.register_model(name, load_model_class(name))
         _registered.update(architectures)
         if on_cpu:
             _replace_kernels()

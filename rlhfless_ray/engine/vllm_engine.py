@@ -35,6 +35,7 @@ from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.types import EngineStep, Request
+from rlhfless_ray.vision.image_processor import image_files
 from rlhfless_ray.weights.channel import PublishedVersion, WeightChannel
 from rlhfless_ray.weights.compare import differing
 
@@ -65,10 +66,13 @@ class VllmEngine(SteppedEngine):
             drafter: folder of a model that drafts.
         """
         self.on_cpu = on_cpu = settings.device == "cpu"
-        architectures = json.loads((folder / "config.json").read_bytes()).get("architectures") or ()
+        config = json.loads((folder / "config.json").read_bytes())
+        architectures = config.get("architectures") or ()
         prepare(on_cpu, architectures)
         use_fast_products(settings.dtype, on_cpu)
         from vllm import LLMEngine
+
+        from rlhfless_ray.engine.ready_images import ImageItems
 
         self.adapter, self.has_base = settings.adapter, False
         self.adapter_request: Any = None  # vLLM's name of the adapter, for each request
@@ -79,6 +83,7 @@ class VllmEngine(SteppedEngine):
         # Other processes stretch the time of a step on the clock. This thread's time does not tell how long a device or members work.
         self.work_clock = time.thread_time if on_cpu and self.width == 1 else time.perf_counter
         self.max_model_len = settings.max_model_len
+        self.image_items = ImageItems(config, image_files(folder))
         with self._naming(architectures, "build"):
             self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format, drafter))
         client: Any = self.engine.engine_core  # in this process
@@ -295,6 +300,8 @@ class VllmEngine(SteppedEngine):
             version = self.version if request.cache_version is None else request.cache_version
             # the form that vLLM's renderer returns, which would process every prompt again
             prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(version or 0)}
+            if request.pictures:
+                prompt = self.image_items.prompt(tokens, salt(version or 0), request.pictures)
             self.engine.add_request(str(number), prompt, params, lora_request=self.adapter_request)
             added.add(number)
         return added

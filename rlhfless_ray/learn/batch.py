@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhfless_ray.types import Sample, SampleId
+from rlhfless_ray.types import Picture, Sample, SampleId
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig
@@ -34,6 +34,7 @@ class Batch:
         kl_coefficient: of this step, if it is not the recipe's.
         experts: (Σ length, routers, experts per token) uint8, the experts that the sampler's routers chose for each token. None: the
             learner's routers choose.
+        pictures: the images of each sequence's prompt, as references. None: no prompt has any.
         steps: sequence indices of each optimizer step, if they do not follow from the recipe's section `algorithm` alone (see
             `carry.py`). An index may occur in several steps.
     """
@@ -52,6 +53,7 @@ class Batch:
     kl_coefficient: float | None = None
     mask: np.ndarray | None = None
     experts: np.ndarray | None = None
+    pictures: tuple[tuple[Picture, ...], ...] | None = None
     steps: tuple[np.ndarray, ...] | None = None
 
     def __len__(self) -> int:
@@ -70,11 +72,12 @@ class Batch:
         sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]],
         masks: list[np.ndarray | None] | None = None,
         experts: Sequence[np.ndarray | None] = (),
+        pictures: Sequence[tuple[Picture, ...]] = (),
     ) -> Batch:
         """Build a batch from (prompt ids, response ids, response log-probabilities, advantage, group) of each sequence.
 
         The advantage is one value per token, or one for all of them. `masks`: of the response tokens, if some are not the policy's.
-        `experts`: `Completion.experts` of each sequence, if some have them.
+        `experts`: `Completion.experts` of each sequence, if some have them. `pictures`: `Prompt.pictures` of each sequence.
         """
         prompts = {id(s[0]): np.asarray(s[0], np.int64) for s in sequences}  # one for all responses to it
         parts = [piece for prompt, response, *_ in sequences for piece in (prompts[id(prompt)], response)]
@@ -99,6 +102,7 @@ class Batch:
             advantages=np.concatenate(advantages or [np.empty(0)], dtype=np.float32, casting="unsafe"),
             mask=mask,
             experts=experts_of(experts, lengths),
+            pictures=tuple(pictures) if any(pictures) else None,
         )
 
     def take(self, indices: np.ndarray) -> Batch:
@@ -120,6 +124,7 @@ class Batch:
             **taken,
             mask=None if self.mask is None else pieces(self.mask, self.lengths - self.prompt_lengths),
             experts=None if self.experts is None else pieces(self.experts, self.lengths),
+            pictures=None if self.pictures is None else tuple(self.pictures[i] for i in indices),
         )
 
 
@@ -131,6 +136,7 @@ def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
         [(s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, n) for s, n in zip(samples, numbers, strict=True)],
         [s.action_mask for s in samples],
         [s.completion.experts for s in samples],
+        [s.prompt.pictures for s in samples],
     )
 
 

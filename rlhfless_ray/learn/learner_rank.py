@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhfless_ray.learn.image_inputs import PaddedWithImages, freeze_tower
 from rlhfless_ray.learn.importance import correction_weights, importance_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel
@@ -54,7 +55,14 @@ class LearnerRank:
         """
         self.trainer.join_process_group(rendezvous)
         policy, divides = self.settings.policy, self.trainer.stage == 3
-        model = load_divided(files, lambda folder: load_model(folder, policy.dtype, policy.trust_remote_code, maps=divides))
+
+        def load(folder: Path) -> Any:
+            self.trainer.tensors_of = PaddedWithImages(folder)
+            return load_model(folder, policy.dtype, policy.trust_remote_code, maps=divides)
+
+        model = load_divided(files, load)
+        if not self.learner.train_vision:
+            freeze_tower(model.base_model)
         with self.trainer.checking_head(model, maps=divides):
             self.sharing = PromptSharing.of(model, self.learner.share_prompts, self.settings.lora.dropout)
             loss = self.algorithm.loss

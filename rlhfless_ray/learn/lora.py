@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.image_inputs import TOWER
 from rlhfless_ray.learn.logprobs import CHUNK_START
 from rlhfless_ray.weights.adapter import CONFIG, PREFIX, Adapter
 from rlhfless_ray.weights.model_folder import ADAPTER
@@ -23,6 +24,7 @@ from rlhfless_ray.weights.tensor_slice import TensorSlice
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import LoraConfig
 
+OUTSIDE_TEXT = rf"(.*\.)?{TOWER}\..*"  # layers that never get an adapter
 NAME = "default"  # peft's name of a model's only adapter
 BASE = ".base_layer"
 
@@ -53,6 +55,7 @@ class LoraAdapters:
             bias="none",
             task_type=task,
             target_modules="all-linear" if targets == ["all-linear"] else targets,
+            exclude_modules=OUTSIDE_TEXT if hasattr(model.base_model, TOWER) else None,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

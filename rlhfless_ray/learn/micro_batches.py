@@ -13,12 +13,13 @@ import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.packing import padded, shared
+from rlhfless_ray.types import Picture
 
 # Families whose log-probabilities and gradients are tested to be the same in both layouts. Others, such as models with recurrent
 # layers, would need a check of their own.
 SHARING_FAMILIES = {
     *("gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "olmoe"),
-    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "smollm3"),
 }
 
 MicroBatch = list[np.ndarray]  # rows; each holds indices of sequences with the same prompt
@@ -77,6 +78,13 @@ def dealt(batch: Batch, indices: np.ndarray, max_tokens: int, sharing: PromptSha
 def _same_prompts(batch: Batch, indices: np.ndarray) -> np.ndarray:
     """Return (n,) int64 numbers that are equal for sequences of the same group with equal prompts."""
     starts = np.cumsum(batch.lengths) - batch.lengths
-    numbers: dict[tuple[int, bytes], int] = {}
-    keys = ((int(batch.groups[i]), batch.tokens[starts[i] : starts[i] + batch.prompt_lengths[i]].tobytes()) for i in indices)
+    numbers: dict[tuple[int, bytes, tuple[Picture, ...]], int] = {}
+    keys = (
+        (
+            int(batch.groups[i]),
+            batch.tokens[starts[i] : starts[i] + batch.prompt_lengths[i]].tobytes(),
+            () if batch.pictures is None else batch.pictures[i],
+        )
+        for i in indices
+    )
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)

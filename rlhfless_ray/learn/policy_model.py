@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.learn.image_inputs import seen_images
 from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, nucleus_logprobs, tokens_per_chunk
 from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 from rlhfless_ray.learn.router_replay import RouterReplay
+from rlhfless_ray.vision.image_processor import reads_images
 from rlhfless_ray.weights.model_folder import DividedFiles, as_folder, stored_dtype, stored_tensors
 from rlhfless_ray.weights.quantized_base import has_4_bits
 from rlhfless_ray.weights.saved_names import unconverted_names
@@ -109,8 +111,9 @@ def base_outputs(model: Any, tensors: dict[str, Tensor], **more: object) -> Any:
             more["row_masks"] = [attention_mask(part, model.dtype) for part in segments.split(lengths, dim=1)]
     elif segments is not None:
         mask = attention_mask(segments, model.dtype)
-    positions = tensors.get("positions")
-    return without_head(model)(input_ids=tensors["ids"], attention_mask=mask, position_ids=positions, use_cache=False, **more)
+    positions, base = tensors.get("positions"), without_head(model)
+    with seen_images(base, tensors) as images:
+        return base(input_ids=tensors["ids"], attention_mask=mask, position_ids=positions, use_cache=False, **images, **more)
 
 
 def without_head(model: Any) -> Any:
@@ -185,10 +188,11 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str =
 
     Raises UserError, which names `setting`, if transformers cannot, or if weights are missing.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     refusal = f"{setting}: it cannot be loaded as a causal language model"
-    model, missing, mismatched = _load(AutoModelForCausalLM, folder, dtype, trust_remote_code, refusal, maps=maps)
+    kind = AutoModelForImageTextToText if reads_images(json.loads((folder / "config.json").read_bytes())) else AutoModelForCausalLM
+    model, missing, mismatched = _load(kind, folder, dtype, trust_remote_code, refusal, maps=maps)
     if wrong := sorted(missing | mismatched):
         raise UserError(
             f"{setting}: its weights do not fit its config.json: {wrong[0]} is missing or has another shape for "
@@ -375,7 +379,7 @@ def check_head(model: Any) -> None:
     `TokenLogprobs` would otherwise train another policy than the sampled one. The check amplifies the head's outputs, because a soft
     cap does not change the small logits of a nearly uniform policy.
     """
-    ids = (torch.arange(8)[None] % model.config.vocab_size).to(model.device)
+    ids = (torch.arange(8)[None] % model.config.get_text_config().vocab_size).to(model.device)
     head, training = model.get_output_embeddings(), model.training
     model.eval()
     hook = head.register_forward_hook(lambda module, inputs, output: output * AMPLIFIED)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
+from rlhfless_ray.learn.image_inputs import PaddedWithImages
 from rlhfless_ray.learn.micro_batch_tensors import passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
@@ -39,6 +40,7 @@ class ReferenceRank:
     def open(self, files: Files | Path, rendezvous: tuple[str, int], state: None = None) -> None:
         """Load a model folder or its files, as `LearnerRank.open` does. There is no other state."""
         with as_folder(files) as folder:
+            self.tensors_of = PaddedWithImages(folder)
             model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code, "the reference model")
         self.sharing = PromptSharing.of(model, self.settings.share_prompts)
         wrapped = TokenLogprobs(model).eval().requires_grad_(False)
@@ -64,7 +66,7 @@ class ReferenceRank:
         assert self.model is not None
         model, temperature = self.model, self.settings.temperature
         cuts = [cut for cut in share.passes if cut]
-        return passed(lambda tensors: model(temperature, **tensors)[0], share.batch, cuts, self.device).cpu().numpy()
+        return passed(lambda tensors: model(temperature, **tensors)[0], share.batch, cuts, self.device, self.tensors_of).cpu().numpy()
 
     def leave_device(self) -> list[Span]:
         return self._to("leave device", torch.device("cpu"))

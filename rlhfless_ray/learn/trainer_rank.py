@@ -75,6 +75,7 @@ class TrainerRank:
         self.average: dict[str, Tensor] = {}  # on the host: moving average in float32 of the rank's layers, if one is kept
         self.is_large = False  # whether memory is released after each step
         self.linked = False  # whether ZeRO 1 and 2 know the moments of all parameters
+        self.tensors_of: TensorsOf = padded  # makes the tensors of a micro-batch
         self.is_parked = False  # whether the state is parked in the GPU's host memory
         self.host_buffers = HostBuffers() if self.device.type == "cuda" else None  # for it
         self.parked_state: dict[str, Any] = {}  # `_state` while parked, if it needs collectives on the devices
@@ -180,10 +181,10 @@ class TrainerRank:
         return self.settings.lora.dropout > 0
 
     def passes(
-        self, forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch], tensors_of: TensorsOf = padded
+        self, forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch], tensors_of: TensorsOf | None = None
     ) -> Tensor:
         """Return the value of `forward` for each response token of these micro-batches, see `passed`."""
-        return passed(forward, batch, cuts, self.device, tensors_of)
+        return passed(forward, batch, cuts, self.device, tensors_of or self.tensors_of)
 
     def accumulate(
         self,
@@ -193,7 +194,7 @@ class TrainerRank:
         *,
         numbers: np.ndarray | None = None,
         first: MicroBatch = FIRST,
-        tensors_of: TensorsOf = padded,
+        tensors_of: TensorsOf | None = None,
         learns: bool = True,
     ) -> None:
         """Add the gradients of micro-batches. Each is a part of the whole step's loss, and the parts of all ranks add up.
@@ -203,12 +204,12 @@ class TrainerRank:
                 the rows of `first` at weight 0.
             loss_of: (tensors, micro-batch) → loss, called once for each.
             numbers: see `LoraAdapters.dropping`.
-            tensors_of: makes a micro-batch's tensors: `padded` or `packed`.
+            tensors_of: makes a micro-batch's tensors, if not the rank's own.
             learns: False: compute the losses without gradients.
         """
         for cut in cuts:
             rows = cut or first
-            tensors = tensors_of(batch, rows, self.device)
+            tensors = (tensors_of or self.tensors_of)(batch, rows, self.device)
             with self.dropping(batch, np.concatenate(rows), numbers) if learns else torch.no_grad():
                 loss = loss_of(tensors, cut)
                 if learns:

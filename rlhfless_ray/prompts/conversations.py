@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Turn = JsonObject
 
-MEDIA = ("image", "audio", "video")
+MEDIA = ("audio", "video")
 WORD = re.compile(r"[^\W\d_]{4,}")  # shorter ones are in many texts by chance
 ROLES = ("system", "user", "assistant", "tool")  # words that a template writes by itself
 WRAPPERS = ("messages", "conversations", "conversation", "turns")  # keys of objects with a conversation
@@ -101,16 +101,17 @@ def _calls(calls: object, is_padded: bool) -> object:
     return without_null_values(calls) if is_padded else calls
 
 
-def turn_problem(turns: Sequence[Turn], template: str) -> str:
+def turn_problem(turns: Sequence[Turn], template: str, media: Sequence[str] = ("image", *MEDIA)) -> str:
     """Return which turn of a conversation lacks what a chat template reads or has what is not read here, or an empty string.
 
-    A template renders a missing role or content as nothing, or as the word None, and an image as a placeholder.
+    A template renders a missing role or content as nothing, or as the word None, and an image as a placeholder. `media`: kinds of parts
+    that are not read.
     """
     for number, turn in enumerate(turns, 1):
         parts, role = turn.get("content"), turn.get("role")
         kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-        if other := next((kind for kind in kinds if any(medium in kind for medium in MEDIA)), None):
-            return f"turn {number} has a part of type `{other}`, and only text is read"
+        if other := next((kind for kind in kinds if any(medium in kind for medium in media)), None):
+            return f"turn {number} has a part of type `{other}`, and only text {'' if 'image' in media else 'and images '}is read"
         for key in ("role", "content"):
             is_call = key == "content" and turn.get("tool_calls") and reads("tool_calls", template)
             if turn.get(key) is None and key in template and not is_call:
@@ -196,14 +197,20 @@ class ChatRenderer:
         tokenizer: It has a chat template.
         is_own: Tells keys of turns that the caller reads, besides role and content.
         refuse_calls: Whether to refuse a turn that has tool calls only, if the template reads none.
+        reads_images: Whether turns may have parts with images.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, is_own: Callable[[str], bool] | None = None, refuse_calls: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        is_own: Callable[[str], bool] | None = None,
+        refuse_calls: bool = True,
+        reads_images: bool = False,
     ) -> None:
         self.tokenizer, self.template = tokenizer, str(tokenizer.chat_template)
         self.is_own = is_own or (lambda key: False)
-        self.refuse_calls = refuse_calls
+        self.refuse_calls, self.media = refuse_calls, MEDIA if reads_images else ("image", *MEDIA)
         self.read_keys = set[str]()  # keys that changed a text
         self.as_assistant = dict[str, bool]()  # role → whether its turns are written as the assistant's
         self.rows = 0
@@ -216,7 +223,7 @@ class ChatRenderer:
             BadTurns: For turns that the text would garble or lack. The message says which.
             Exception: What the template raises.
         """
-        if wrong := turn_problem(turns, self.template):
+        if wrong := turn_problem(turns, self.template, self.media):
             raise BadTurns(f"{wrong}; fix or remove the row")
         text = self._apply(without_nulls(turns), tools, prompts)
         if wrong := rendering_problem(turns, text, self.template, refuse_calls=self.refuse_calls):

@@ -11,6 +11,7 @@ from pathlib import Path
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.vision.read_image import as_data_uri
 
 
 def keep_rows(rows: object, folder: Path, what: str, max_rows: int | None = None) -> tuple[Path, JsonObject, int]:
@@ -37,7 +38,7 @@ def keep_rows(rows: object, folder: Path, what: str, max_rows: int | None = None
             raise UserError(f"{what}, row {number}: expected a dict of columns, got {type(row).__name__}")
         first = first or dict(row)
         try:
-            lines.append(json.dumps(row, ensure_ascii=False))
+            lines.append(json.dumps(row, ensure_ascii=False, default=as_data_uri))
         except (TypeError, ValueError):
             column, value = next((name, value) for name, value in row.items() if not _is_json(value))
             raise UserError(f"{what}, row {number}: column `{column}` has a {type(value).__name__}, which is no JSON; remove it") from None
@@ -52,7 +53,7 @@ def keep_rows(rows: object, folder: Path, what: str, max_rows: int | None = None
 
 def _is_json(value: object) -> bool:
     try:
-        json.dumps(value)
+        json.dumps(value, default=as_data_uri)
     except (TypeError, ValueError):
         return False
     return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -11,13 +13,18 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.prompt_texts import PromptTexts, check_columns
 from rlhfless_ray.prompts.read_rows import NamedRow
+from rlhfless_ray.prompts.row_images import RowImages
 from rlhfless_ray.prompts.sources import read_sources, rows_notes, split_paths
-from rlhfless_ray.types import Prompt
+from rlhfless_ray.types import Picture, Prompt
+from rlhfless_ray.weights.model_folder import config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhfless_ray.recipe import Recipe
+
+
+NO_FILES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,16 @@ class PromptSet:
         digest = xxhash.xxh3_64()
         for prompt in self.train:
             digest.update(repr(prompt.row.get(column)).encode(errors="surrogatepass"))
+            digest.update("".join(picture.digest for picture in prompt.pictures))
         return digest.hexdigest()
 
 
-def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> PromptSet:
+def load_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None, files: Mapping[str, Any] = NO_FILES
+) -> PromptSet:
     """Read or generate the rows, apply the template and tokenize.
 
-    `context_tokens`: longest sequence that the policy takes. With template `chat` the text is rendered by the chat template,
+    `context_tokens`: longest sequence that the policy takes. `files`: the policy's, which say how it sees images. With template `chat` the text is rendered by the chat template,
     and no token is added to it. With template `none` a beginning-of-sequence token comes first if the tokenizer itself adds
     one, the text does not begin with it, and the recipe allows it. Nothing is added at the end. Rows that are too long raise a UserError,
     which names the row,
@@ -47,12 +57,13 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     """
     section, held = recipe.prompts, recipe.evaluate.prompts
     check_episodes(recipe, context_tokens)
+    images = RowImages(section.image_column, config_of(files) if files else {}, files, section.max_pixels)
     if section.task:
         source = task(section.task)
         # Held-out rows come from a stream of their own, and tasks keep their prompts out of the training split.
         rows = [*source.rows(section.rows, recipe.run.seed, "train"), *source.rows(held, recipe.run.seed, "heldout")]
         named_rows: list[NamedRow] = [(f"row {number}", row) for number, row in enumerate(rows, 1)]
-        prompt_texts = PromptTexts(recipe, "prompt", tokenizer)
+        prompt_texts = PromptTexts(recipe, "prompt", tokenizer, images)
         prompts, overlong = _make_prompts(named_rows, f"prompts.task {section.task}", prompt_texts, recipe, context_tokens)
         return PromptSet(*_split_heldout(prompts, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
     seed = recipe.run.seed
@@ -61,7 +72,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     )
     where = _setting_name("prompts", section.sources)
     unlimited = rows_notes("prompts", section.rows, type(section).model_fields["rows"].default, len(named_rows))
-    prompt_texts = PromptTexts(recipe, section.prompt_column, tokenizer)
+    prompt_texts = PromptTexts(recipe, section.prompt_column, tokenizer, images)
     prompts, overlong = _make_prompts(named_rows, where, prompt_texts, recipe, context_tokens)
     if not recipe.evaluate.path or not held:
         train, heldout = _split_heldout(prompts, held, len(overlong), recipe)
@@ -142,18 +153,35 @@ def _make_prompts(
     """Return prompts counted from 0, and the names of rows that are too long, which are left out or cut."""
     if not recipe.prompts.task:
         check_columns(named_rows, where, prompt_texts.column, recipe)
-    texts = prompt_texts.texts(named_rows, where)
-    ids = _token_ids(texts, where, recipe, prompt_texts)
+    texts, of_rows = zip(*prompt_texts.texts(named_rows, where), strict=True)
+    ids, pictures = _with_images(_token_ids(list(texts), where, recipe, prompt_texts), of_rows, named_rows, where, prompt_texts.images)
     limit, cuts = recipe.prompts.max_prompt_tokens, recipe.prompts.overlong == "cut_left"
     excess = [max(0, len(tokens) - limit) for tokens in ids]
     if cuts:
+        if (i := next((i for i, cut in enumerate(excess) if cut and pictures[i]), None)) is not None:
+            name = named_rows[i][0]
+            raise UserError(f"{where}, {name}: a prompt with images is not cut (prompts.overlong); raise prompts.max_prompt_tokens")
         ids = [tokens[cut:] for tokens, cut in zip(ids, excess, strict=True)]
     _check_lengths(named_rows, ids, where, recipe, context_tokens)
-    rows = [found for found in zip(named_rows, texts, ids, excess, strict=True) if cuts or not found[-1]]
+    rows = [found for found in zip(named_rows, texts, ids, pictures, excess, strict=True) if cuts or not found[-1]]
     prompts = [
-        Prompt(index=i, text=text, token_ids=tuple(tokens), row=row, cut_tokens=cut) for i, ((_, row), text, tokens, cut) in enumerate(rows)
+        Prompt(i, text, tuple(tokens), prompt_texts.images.without_bytes(row, seen), cut, seen)
+        for i, ((_, row), text, tokens, seen, cut) in enumerate(rows)
     ]
     return prompts, [name for (name, _), cut in zip(named_rows, excess, strict=True) if cut]
+
+
+def _with_images(
+    ids: list[list[int]], pictures: Sequence[tuple[Picture, ...]], named_rows: list[NamedRow], where: str, images: RowImages
+) -> tuple[list[list[int]], list[tuple[Picture, ...]]]:
+    """Return the prompts' tokens with room for their images, and these with their places. Raises UserError, which names the row."""
+    expanded = []
+    for (name, _), tokens, seen in zip(named_rows, ids, pictures, strict=True):
+        try:
+            expanded.append(images.expand(tokens, seen))
+        except ValueError as error:
+            raise UserError(f"{where}, {name}: {error}; fix or remove the row") from None
+    return [tokens for tokens, _ in expanded], [placed for _, placed in expanded]
 
 
 def _overlong_notes(names: list[str], recipe: Recipe) -> tuple[str, ...]:

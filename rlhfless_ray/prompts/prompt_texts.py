@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError, one_line_with_type
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, RowCounts, Turn, cell_of, is_conversation
+from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, RowCounts, cell_of, is_conversation
 from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
+from rlhfless_ray.prompts.row_images import RowImages
+from rlhfless_ray.types import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,15 +25,16 @@ EMPTY: tuple[object, ...] = (None, "", [], {})  # cells that say nothing
 class PromptTexts:
     """Render the prompts of a recipe's rows, and count what nobody reads of them."""
 
-    def __init__(self, recipe: Recipe, column: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, recipe: Recipe, column: str, tokenizer: PreTrainedTokenizerBase, images: RowImages) -> None:
         """`column`: column of the prompts."""
+        self.images = images
         self.recipe, self.section, self.column = recipe, recipe.prompts, column
         self.tokenizer, self.first = tokenizer, FirstToken(tokenizer, recipe.prompts.template == "none" and recipe.prompts.add_bos)
         self.renderer: ChatRenderer | None = None
         self.rows = 0
         self.ended = RowCounts()  # conversations that end with the assistant's turn
         self.cut, self.tools, self.unread = RowCounts(), RowCounts(), RowCounts()
-        read = {column, recipe.prompts.answer_column, recipe.evaluate.source_column, recipe.prompts.tools_column}
+        read = {images.column, column, recipe.prompts.answer_column, recipe.evaluate.source_column, recipe.prompts.tools_column}
         reward = recipe.reward  # only a function of the user's own gets whole rows
         self.read_columns = None if reward.contract == "row" and reward.function not in ("", "task", "math") else read
         if self.section.template == "none":
@@ -44,26 +47,28 @@ class PromptTexts:
                 f"prompts.template: the tokenizer of {recipe.policy.path or 'the built-in policy'} has no chat template; set "
                 "prompts.template=none or use a chat model"
             )
-        self.renderer = ChatRenderer(tokenizer)
+        self.renderer = ChatRenderer(tokenizer, reads_images=images.are_seen)
         self.cuts_first = self.first.template_writes_it(tokenizer)
 
-    def texts(self, named_rows: list[NamedRow], where: str) -> list[str]:
-        """Return the text of each row's prompt. Raises UserError for a row without one, which the message names."""
+    def texts(self, named_rows: list[NamedRow], where: str) -> list[tuple[str, tuple[Picture, ...]]]:
+        """Return the text of each row's prompt, and its images. Raises UserError for a row without a text, which the message names."""
         found = []
         for name, row in named_rows:
             self.rows += 1
             if self.read_columns is not None:
                 self.unread.count([key for key, cell in row.items() if key not in self.read_columns and cell not in EMPTY], name)
             try:
+                self.images.begin(row)
                 text = self._plain(name, row) if self.renderer is None else self._rendered(name, row, self.renderer)
+                pictures = self.images.read()
             except ValueError as error:
                 raise UserError(f"{where}, {name}: {error}") from None
             check_characters(text, f"{where}, {name}")
-            found.append(text)
+            found.append((text, pictures))
         return found
 
     def _plain(self, name: str, row: JsonObject) -> str:
-        template, text = self.section.input_template, row[self.column]
+        template, text = self.section.input_template, self.images.placed(row[self.column])
         if self.section.tools_column and row.get(self.section.tools_column) and not self.section.task:
             self.tools.count([self.section.tools_column], name)
         return text if template is None else template.format(self._without_first(name, text))
@@ -76,7 +81,7 @@ class PromptTexts:
 
     def _rendered(self, name: str, row: JsonObject, renderer: ChatRenderer) -> str:
         cell, system = cell_of(row, self.column), self.section.system
-        turns: list[Turn] = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+        turns = self.images.placed_in_turns([{"role": "user", "content": cell}] if isinstance(cell, str) else cell)
         if system:
             if turns[0].get("role") == "system":
                 raise ValueError("the row has a system turn of its own; remove prompts.system, or the turn")

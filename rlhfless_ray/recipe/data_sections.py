@@ -48,6 +48,12 @@ class DataSources(Section):
     """Text with one `{}` into which each prompt is put, for `template: none`."""
     add_bos: bool = True
     """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself and the text has none."""
+    image_column: str = "images"
+    """Column with the images of a prompt, one or a list: paths, bytes, data URIs or the Image feature of `datasets`. The prompt has `<image>`
+    where each goes. Rows may lack it. Empty: nothing reads images."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Make larger images smaller, keeping their shape, until they have at most so many pixels. None: the limit of the policy's image
+    processor, which holds in any case."""
     tools_column: str = "tools"
     """With `template: chat`: column with the tools that the chat template gets, a list of JSON schemas or its text. Rows may lack it.
     Empty: none."""

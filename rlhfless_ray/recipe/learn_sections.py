@@ -69,6 +69,8 @@ class LearnerConfig(Section):
     """Weight decay of AdamW."""
     decay_all: bool = True
     """Apply weight decay to every weight. Off: not to biases and norms."""
+    train_vision: bool = False
+    """Also train the vision tower and projector of a policy that sees images. Off: they stay as they are, and `lora` leaves them out."""
     optimizer: Literal["adam"] = "adam"
     """Optimizer: AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)

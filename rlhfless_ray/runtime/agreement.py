@@ -186,7 +186,7 @@ def select_batch(samples: Sequence[Sample], min_tokens: int = 0) -> Batch | None
         masks.append(None if mask[:end].all() else mask[:end])
         experts.append(done.experts)
         rows.append((sample.prompt.token_ids, done.token_ids[:end], done.logprobs[:end], 0.0, 0))
-    return Batch.of(rows, masks, experts)
+    return Batch.of(rows, masks, experts, [sample.prompt.pictures for sample, _ in chosen])
 
 
 def _comparable(sample: Sample, min_tokens: int) -> np.ndarray:

@@ -270,14 +270,14 @@ def _load(recipe: GenerationRecipe, data: Sequence[str]) -> tuple[list[Prompt], 
     files = initial_policy(recipe)[0]
     tokenizer, longest = policy_tokenizer(recipe, files), context_tokens(files)
     if not data:
-        loaded = load_prompts(recipe, tokenizer, longest)
+        loaded = load_prompts(recipe, tokenizer, longest, files)
         data_sets, notes = {recipe.prompts.task or "held-out": loaded.heldout}, loaded.notes
     else:
         data_sets, notes = {}, ()
         for name in data:
             prompts: JsonObject = {"prompts.task": "", "prompts.path": name, "prompts.paths": [], "prompts.probabilities": None}
             one = recipe.with_settings({**prompts, "evaluate.prompts": 0, "evaluate.path": ""})
-            loaded = load_prompts(one, tokenizer, longest)
+            loaded = load_prompts(one, tokenizer, longest, files)
             data_sets[name if name not in data_sets else f"{name}-{len(data_sets)}"] = loaded.train
             notes += tuple(f"{name}: {note}" for note in loaded.notes)
     every, parts = list[Prompt](), dict[str, slice]()

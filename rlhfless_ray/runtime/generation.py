@@ -111,7 +111,7 @@ class Generation(Runtime):
         if self._given is not None:
             return self._given
         recipe = recipe.with_settings({"evaluate.prompts": 0, "evaluate.path": ""})
-        return load_prompts(recipe, tokenizer, context_tokens(files))
+        return load_prompts(recipe, tokenizer, context_tokens(files), files)
 
     def settings_without_effect(self, resource: str) -> list[str]:
         messages = [*super().settings_without_effect(resource), *filter(None, [self.recipe.left_out_note])]

@@ -97,6 +97,7 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     recipe, speculation_note = check_speculation(recipe, files)
     drafter_files = read_drafter(recipe, tokenizer, files)
     prompts = load_prompts(recipe, tokenizer, files)
+    check_images(recipe, prompts)
     check_vocabulary(prompts, tokenizer, text_config(files).get("vocab_size"))
     reward_source = load_reward(recipe, tokenizer)
     if isinstance(reward_source, EpisodeSource):
@@ -127,6 +128,20 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
         contents,
         lengths,
     )
+
+
+def check_images(recipe: Recipe, prompts: PromptSet) -> None:
+    """Raise UserError for settings under which prompts with images are not supported."""
+    if not any(prompt.pictures for prompt in (*prompts.train, *prompts.heldout)):
+        return
+    refused = {
+        "agent.path": bool(recipe.agent.path),
+        "rollout.engine: stock": recipe.rollout.engine == "stock",
+        "learner.zero_stage: 3": recipe.learns and recipe.learner.zero_stage == 3,
+        "critic.path": recipe.learns and recipe.algorithm.has_critic,
+    }
+    if found := next((key for key, is_set in refused.items() if is_set), None):
+        raise UserError(f"{found}: prompts with images are not supported with it; change it, or empty prompts.image_column")
 
 
 def row_order(recipe: Recipe, prompts: PromptSet) -> tuple[Recipe, Cursor]:

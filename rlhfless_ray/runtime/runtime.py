@@ -50,6 +50,7 @@ from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.evaluation import Evaluations
 from rlhfless_ray.runtime.export import write_models
+from rlhfless_ray.runtime.image_store import in_object_store
 from rlhfless_ray.runtime.run_inputs import read_inputs
 from rlhfless_ray.runtime.run_parts import RunParts
 from rlhfless_ray.runtime.saved_state import SavedState
@@ -120,8 +121,8 @@ class Runtime:
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
         self.recipe, self.inputs = read_inputs(recipe, self._load_prompts, computes=self.actor_classes().computes)
         self.autoscaler = Autoscaler(self.recipe, ANY_SPEED)
-        config = config_of(self.inputs.files)
-        self.cluster = RayCluster(self.recipe, parameter_count(self.inputs.files), architectures=config.get("architectures") or ())
+        architectures = config_of(self.inputs.files).get("architectures") or ()
+        self.cluster = RayCluster(self.recipe, parameter_count(self.inputs.files), architectures=architectures)
         self.shared_pool: PoolClient | None = None  # with the slots of all runs of the cluster, see `cluster.pool`
         self._steps: Iterator[Step] | None = None
         self._stack = ExitStack()
@@ -231,7 +232,7 @@ class Runtime:
         return RunView.read(self.folder.path)._repr_html_() if hasattr(self, "folder") else f"<pre>{escape(self.recipe.to_yaml())}</pre>"
 
     def _load_prompts(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Files) -> PromptSet:
-        return load_prompts(recipe, tokenizer, context_tokens(files))
+        return load_prompts(recipe, tokenizer, context_tokens(files), files)
 
     def _folder_to_resume(self) -> RunFolder:
         return RunFolder.resumed(self.recipe, self._check_state, previous=self.previous)
@@ -282,7 +283,7 @@ class Runtime:
 
     def _create_parts(self, resource: str, memory_of_step: MemoryOfStep) -> RunParts:
         record, inputs, actors, private = self.record, self.inputs, self.actor_classes(), self.cluster.private
-        chooses_width = self.recipe.rollout.tensor_parallel == "auto"
+        inputs.prompts = in_object_store(inputs.prompts)
         engines, note = self._expect_engines(resource)
         recipe, rollout = self.recipe, self.recipe.rollout
         self.autoscaler.expect(engines, note)
@@ -320,8 +321,7 @@ class Runtime:
         return next((rank.slot.node for rank in ranks), None)
 
     def _write_result(self) -> None:
-        inputs = self.inputs
-        write_models(self.recipe, self.folder, inputs.files, inputs.critic_files, self.parts.stages.learn.worker_groups)
+        write_models(self.recipe, self.folder, self.inputs.files, self.inputs.critic_files, self.parts.stages.learn.worker_groups)
 
     def _expect_engines(self, resource: str) -> tuple[dict[int, ExpectedEngine], str]:
         """Return what is expected of engines by width, and why there is one width only. An automatic width without a choice is set."""

@@ -43,4 +43,5 @@ def make_request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, s
         top_k=rollout.top_k,
         min_tokens=min_tokens,
         id=sample_id,
+        pictures=prompt.pictures,
     )

@@ -26,6 +26,7 @@ from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.vision.image_processor import reads_images
 from rlhfless_ray.weights.check_config import check_config
 from rlhfless_ray.weights.model_folder import (
     INDEX,
@@ -172,7 +173,7 @@ def check_family(files: Files, setting: str = "policy.path", *, is_causal: bool 
     if config.get("auto_map") and not trusts_code and config.get("model_type") not in CONFIG_MAPPING_NAMES:
         raise UserError(f"{setting}: only the Python code in the folder can load it; set policy.trust_remote_code=true to run that code")
     _check_type(files, CONFIG_MAPPING_NAMES, setting, "models of the type", consequence)
-    if is_causal:
+    if is_causal and not reads_images(config):
         _check_type(files, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, setting, "causal language model of the type", consequence)
 
 

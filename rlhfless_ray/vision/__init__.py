@@ -1,0 +1,1 @@
+"""Images of prompts: reading them, and their pixels as a policy's vision tower takes them."""
