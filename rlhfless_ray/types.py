@@ -20,7 +20,7 @@ UNFINISHED = "cut"  # finish reason of a response that goes on in the next step
 
 
 @dataclass(frozen=True)
-class Picture:
+class PromptImage:
     """An image of a prompt. It travels as a reference to its encoded bytes, and who needs its pixel values makes them once."""
 
     digest: str  # of its encoded bytes
@@ -42,7 +42,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     row: JsonObject = field(default_factory=dict)  # the raw columns, for the reward function
     cut_tokens: int = 0  # tokens cut off its left, which `text` still has
-    pictures: tuple[Picture, ...] = ()  # in the order of their places
+    pictures: tuple[PromptImage, ...] = ()  # in the order of their places
 
 
 class SampleId(NamedTuple):
@@ -82,7 +82,7 @@ class Request:
     min_tokens: int = 0  # nothing ends the response before this many tokens
     cache_version: int | None = None  # weight version that names the KV of its context; None: the engine's
     id: SampleId = UNNAMED  # of the response, or of the episode of which it is a turn
-    pictures: tuple[Picture, ...] = ()  # of its prompt
+    pictures: tuple[PromptImage, ...] = ()  # of its prompt
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem, 
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 from vllm.multimodal.registry import _ProcessorFactories
 
-from rlhfless_ray.types import Picture
+from rlhfless_ray.types import PromptImage
 from rlhfless_ray.vision.image_processor import ImageProcessor
 
 MODELS = {  # of `image_processor.FAMILIES`, by architecture
@@ -76,9 +76,9 @@ class ImageItems:
     def __init__(self, config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """`files`: see `image_files`."""
         self.processor = ImageProcessor(config, files)
-        self.items: OrderedDict[Picture, MultiModalKwargsItem] = OrderedDict()
+        self.items: OrderedDict[PromptImage, MultiModalKwargsItem] = OrderedDict()
 
-    def prompt(self, token_ids: list[int], salt: str, pictures: Sequence[Picture]) -> dict[str, Any]:
+    def prompt(self, token_ids: list[int], salt: str, pictures: Sequence[PromptImage]) -> dict[str, Any]:
         """Return a prompt with images, as vLLM's renderer would. The salt names the weights under which images are encoded."""
         return {
             "type": "multimodal",
@@ -89,7 +89,7 @@ class ImageItems:
             "cache_salt": salt,
         }
 
-    def _item(self, picture: Picture) -> MultiModalKwargsItem:
+    def _item(self, picture: PromptImage) -> MultiModalKwargsItem:
         key = replace(picture, offset=0, content=None)
         if key not in self.items:
             values, grid = self.processor.pixels(picture)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhfless_ray.types import Picture, Sample, SampleId
+from rlhfless_ray.types import PromptImage, Sample, SampleId
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig
@@ -53,7 +53,7 @@ class Batch:
     kl_coefficient: float | None = None
     mask: np.ndarray | None = None
     experts: np.ndarray | None = None
-    pictures: tuple[tuple[Picture, ...], ...] | None = None
+    pictures: tuple[tuple[PromptImage, ...], ...] | None = None
     steps: tuple[np.ndarray, ...] | None = None
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Batch:
         sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]],
         masks: list[np.ndarray | None] | None = None,
         experts: Sequence[np.ndarray | None] = (),
-        pictures: Sequence[tuple[Picture, ...]] = (),
+        pictures: Sequence[tuple[PromptImage, ...]] = (),
     ) -> Batch:
         """Build a batch from (prompt ids, response ids, response log-probabilities, advantage, group) of each sequence.
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batch_tensors import padded
-from rlhfless_ray.types import Picture
+from rlhfless_ray.types import PromptImage
 from rlhfless_ray.vision.image_processor import ImageProcessor, image_files
 
 TOWER = "visual"  # name of the module with vision tower and projector
 
 
-def prompt_positions(length: int, pictures: Sequence[Picture]) -> np.ndarray:
+def prompt_positions(length: int, pictures: Sequence[PromptImage]) -> np.ndarray:
     """Return the positions of a prompt's tokens in time, height and width, (3, length) int64 (Qwen2-VL, arXiv 2409.12191, section 2.1).
 
     A text token advances all three by one. An image's tokens have the position before it in time, and count rows and columns from there;

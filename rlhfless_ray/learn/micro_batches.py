@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.packing import padded, shared
-from rlhfless_ray.types import Picture
+from rlhfless_ray.types import PromptImage
 
 # Families whose log-probabilities and gradients are tested to be the same in both layouts. Others, such as models with recurrent
 # layers, would need a check of their own.
@@ -78,7 +78,7 @@ def dealt(batch: Batch, indices: np.ndarray, max_tokens: int, sharing: PromptSha
 def _same_prompts(batch: Batch, indices: np.ndarray) -> np.ndarray:
     """Return (n,) int64 numbers that are equal for sequences of the same group with equal prompts."""
     starts = np.cumsum(batch.lengths) - batch.lengths
-    numbers: dict[tuple[int, bytes, tuple[Picture, ...]], int] = {}
+    numbers: dict[tuple[int, bytes, tuple[PromptImage, ...]], int] = {}
     keys = (
         (
             int(batch.groups[i]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import string
 import zlib
@@ -12,6 +13,7 @@ import numpy as np
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.prompts.row_images import MARK, PLACE
 
 Split = Literal["train", "heldout"]
 Row = JsonObject
@@ -26,12 +28,20 @@ REPEAT_CHANCE = 0.44  # probability of one more repetition, after each
 SWAP_CHANCE = 0.6  # probability that two neighbours of a supervised response of `sort` are swapped
 
 
+CELLS = 2  # cells in a row and in a column, of one token each
+PATCH, MERGE = 8, 2  # pixels of a patch, and patches of a token, in both directions
+CELL = PATCH * MERGE
+SQUARE = 10  # pixels
+IMAGE_TOKENS = {"image_token_id": "<|image_pad|>", "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+
+
 class Task(ABC):
     """A built-in task. Instances hold no state: everything follows from the arguments."""
 
     name: str
     symbols: tuple[str, ...]  # vocabulary of prompts and responses, one token each
     max_response_tokens: int  # limit of a supervised response, end-of-sequence token included
+    sees_images = False  # whether rows have "images"
 
     def rows(self, n: int, seed: int, split: Split) -> list[Row]:
         """Return `n` rows with the keys "prompt" and "answer".
@@ -42,9 +52,13 @@ class Task(ABC):
         rows: list[Row] = []
         while len(rows) < n:
             row = self._draw(rng)
-            if (zlib.crc32(row["prompt"].encode()) % 4 == 0) == (split == "heldout"):
+            if (zlib.crc32(self._content(row)) % 4 == 0) == (split == "heldout"):
                 rows.append(row)
         return rows
+
+    def _content(self, row: Row) -> bytes:
+        """Return what makes a row's prompt differ from others."""
+        return str(row["prompt"]).encode()
 
     @abstractmethod
     def _draw(self, rng: np.random.Generator) -> Row: ...
@@ -154,11 +168,59 @@ class Sort(Task):
         return float(response == row["answer"])
 
 
-TASKS: dict[str, type[Task]] = {"chain": Chain, "sort": Sort}
+class Pictures(Task):
+    """Count the squares in an image. Each of its four cells is dark noise and may have a bright square of any colour.
+
+    The prompt is the same text for every row, so who does not see the image is right in a quarter of all cases.
+    """
+
+    name = "pictures"
+    symbols = ("1", "2", "3", "4", "=", *PLACE.replace("><", "> <").split())
+    max_response_tokens = 2
+    sees_images = True
+
+    def _draw(self, rng: np.random.Generator) -> Row:
+        count = int(rng.integers(1, CELLS**2 + 1))
+        image = rng.integers(0, 60, (CELLS * CELL, CELLS * CELL, 3), np.uint8)
+        for cell in rng.permutation(CELLS**2)[:count]:
+            top, left = np.array(divmod(int(cell), CELLS)) * CELL + rng.integers(0, CELL - SQUARE + 1, 2)
+            image[top : top + SQUARE, left : left + SQUARE] = rng.integers(150, 256, 3)
+        return {"prompt": f"{MARK}=", "answer": str(count), "images": _png(image)}
+
+    def _content(self, row: Row) -> bytes:
+        return bytes(row["images"])
+
+    def example(self, row: Row, rng: np.random.Generator) -> str:
+        return str(row["answer"])
+
+    def verify(self, response: str, row: Row) -> float:
+        """Return 1.0 for the right number, else 0.0."""
+        return float(response == row["answer"])
+
+
+class NoisePictures(Pictures):
+    """`Pictures` with noise in place of each image: a policy that learns more than the most common answer has not read the image."""
+
+    name = "noise_pictures"
+
+    def _draw(self, rng: np.random.Generator) -> Row:
+        noise = rng.integers(0, 256, (CELLS * CELL, CELLS * CELL, 3), np.uint8)
+        return {**super()._draw(rng), "images": _png(noise)}
+
+
+def _png(image: np.ndarray) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "png")
+    return file.getvalue()
+
+
+TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Chain, NoisePictures, Pictures, Sort)}
 
 
 def task(name: str) -> Task:
     """Return the built-in task called `name`. Raises UserError, naming the known ones."""
     if name not in TASKS:
-        raise UserError(f"prompts.task: no built-in task is called `{name}`; the known ones are {', '.join(sorted(TASKS))}")
+        raise UserError(f"prompts.task: no built-in task is called `{name}`; the known ones are {', '.join(TASKS)}")
     return TASKS[name]()

@@ -15,8 +15,7 @@ from rlhfless_ray.prompts.prompt_texts import PromptTexts, check_columns
 from rlhfless_ray.prompts.read_rows import NamedRow
 from rlhfless_ray.prompts.row_images import RowImages
 from rlhfless_ray.prompts.sources import read_sources, rows_notes, split_paths
-from rlhfless_ray.types import Picture, Prompt
-from rlhfless_ray.weights.model_folder import config_of
+from rlhfless_ray.types import Prompt, PromptImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +39,7 @@ class PromptSet:
         digest = xxhash.xxh3_64()
         for prompt in self.train:
             digest.update(repr(prompt.row.get(column)).encode(errors="surrogatepass"))
-            digest.update("".join(picture.digest for picture in prompt.pictures))
+            digest.update("".join(picture.digest for picture in prompt.pictures).encode())
         return digest.hexdigest()
 
 
@@ -49,7 +48,9 @@ def load_prompts(
 ) -> PromptSet:
     """Read or generate the rows, apply the template and tokenize.
 
-    `context_tokens`: longest sequence that the policy takes. `files`: the policy's, which say how it sees images. With template `chat` the text is rendered by the chat template,
+    `context_tokens`: longest sequence that the policy takes. `files`: the policy's, which say how it sees images.
+
+    With template `chat` the text is rendered by the chat template,
     and no token is added to it. With template `none` a beginning-of-sequence token comes first if the tokenizer itself adds
     one, the text does not begin with it, and the recipe allows it. Nothing is added at the end. Rows that are too long raise a UserError,
     which names the row,
@@ -57,7 +58,7 @@ def load_prompts(
     """
     section, held = recipe.prompts, recipe.evaluate.prompts
     check_episodes(recipe, context_tokens)
-    images = RowImages(section.image_column, config_of(files) if files else {}, files, section.max_pixels)
+    images = RowImages(section.image_column, files, section.max_pixels)
     if section.task:
         source = task(section.task)
         # Held-out rows come from a stream of their own, and tasks keep their prompts out of the training split.
@@ -172,8 +173,8 @@ def _make_prompts(
 
 
 def _with_images(
-    ids: list[list[int]], pictures: Sequence[tuple[Picture, ...]], named_rows: list[NamedRow], where: str, images: RowImages
-) -> tuple[list[list[int]], list[tuple[Picture, ...]]]:
+    ids: list[list[int]], pictures: Sequence[tuple[PromptImage, ...]], named_rows: list[NamedRow], where: str, images: RowImages
+) -> tuple[list[list[int]], list[tuple[PromptImage, ...]]]:
     """Return the prompts' tokens with room for their images, and these with their places. Raises UserError, which names the row."""
     expanded = []
     for (name, _), tokens, seen in zip(named_rows, ids, pictures, strict=True):

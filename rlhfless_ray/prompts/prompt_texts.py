@@ -11,7 +11,7 @@ from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, RowCounts
 from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
 from rlhfless_ray.prompts.row_images import RowImages
-from rlhfless_ray.types import Picture
+from rlhfless_ray.types import PromptImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ class PromptTexts:
         self.renderer = ChatRenderer(tokenizer, reads_images=images.are_seen)
         self.cuts_first = self.first.template_writes_it(tokenizer)
 
-    def texts(self, named_rows: list[NamedRow], where: str) -> list[tuple[str, tuple[Picture, ...]]]:
+    def texts(self, named_rows: list[NamedRow], where: str) -> list[tuple[str, tuple[PromptImage, ...]]]:
         """Return the text of each row's prompt, and its images. Raises UserError for a row without a text, which the message names."""
         found = []
         for name, row in named_rows:

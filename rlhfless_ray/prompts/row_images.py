@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.prompts.conversations import Turn
-from rlhfless_ray.types import Picture
+from rlhfless_ray.types import PromptImage
 from rlhfless_ray.vision.image_processor import ImageProcessor, reads_images
 
 MARK = "<image>"  # in a prompt's text, as data sets have it
@@ -18,8 +19,9 @@ LONGEST_CELL = 1000  # characters of a path that a row keeps; bytes and data URI
 class RowImages:
     """The images of one row after the other. Call `begin`, then `placed` or `placed_in_turns` for its prompt, then `read`."""
 
-    def __init__(self, column: str, config: Mapping[str, Any], files: Mapping[str, Any], max_pixels: int | None) -> None:
-        """`column`: of the images. `config`, `files`: the policy's config.json and files. `max_pixels`: see `ImageProcessor`."""
+    def __init__(self, column: str, files: Mapping[str, Any], max_pixels: int | None) -> None:
+        """`column`: of the images. `files`: the policy's, which may be none. `max_pixels`: see `ImageProcessor`."""
+        config = json.loads(bytes(files.get("config.json", b"{}")))
         self.column, self.are_seen = column, reads_images(config)
         self.processor = ImageProcessor(config, files, max_pixels)
         self.cells: list[object] = []  # of the row's column, then without those that have a place
@@ -43,12 +45,12 @@ class RowImages:
         return text.replace(MARK, PLACE)
 
     def placed_in_turns(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Return turns in which each `<image>` of a text is a part of its own. Parts with an image of their own keep it out of the column."""
+        """Return turns in which each `<image>` of a text is a part. A part with an image of its own takes none of the column."""
         if not self.are_seen:
             return list(turns)
         return [{**turn, "content": self._parts(turn.get("content"))} if "content" in turn else turn for turn in turns]
 
-    def read(self) -> tuple[Picture, ...]:
+    def read(self) -> tuple[PromptImage, ...]:
         """Return the images of the row in the order of their places. Raises ValueError, which names the damaged one."""
         if self.cells:
             raise ValueError(f"column `{self.column}` has {len(self.cells)} more images than the prompt has `{MARK}`")
@@ -89,11 +91,11 @@ class RowImages:
             self.named.append((f"image {len(self.named) + 1} of the turns", own))
         return {"type": "image"}
 
-    def expand(self, token_ids: list[int], pictures: tuple[Picture, ...]) -> tuple[list[int], tuple[Picture, ...]]:
+    def expand(self, token_ids: list[int], pictures: tuple[PromptImage, ...]) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return a prompt's tokens with room for its images, and these with their places. Raises ValueError, see `ImageProcessor.place`."""
         return self.processor.place(token_ids, pictures) if self.are_seen else (token_ids, ())
 
-    def without_bytes(self, row: JsonObject, pictures: tuple[Picture, ...]) -> JsonObject:
+    def without_bytes(self, row: JsonObject, pictures: tuple[PromptImage, ...]) -> JsonObject:
         """Return a row whose images are paths or digests, because the object store has their bytes."""
         if not pictures or self.column not in row:
             return row

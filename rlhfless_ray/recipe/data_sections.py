@@ -26,7 +26,7 @@ class DataSources(Section):
 
     section: ClassVar[str]  # name of the section in its recipe
     task: str = ""
-    """A built-in task: `chain` or `sort`. Set exactly one of this, `path` and `paths`."""
+    """A built-in task: `chain`, `sort`, or in a run `pictures` or `noise_pictures`. Set exactly one of this, `path` and `paths`."""
     path: InputPath = ""
     """A JSONL, JSON, CSV, parquet or Arrow file, a folder that `datasets` can load (or one written by it), a Python file
     with a `datasets` builder, a data set's name on the Hugging Face hub, or the URL of a file or folder, such as `s3://bucket/data`."""
@@ -48,12 +48,6 @@ class DataSources(Section):
     """Text with one `{}` into which each prompt is put, for `template: none`."""
     add_bos: bool = True
     """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself and the text has none."""
-    image_column: str = "images"
-    """Column with the images of a prompt, one or a list: paths, bytes, data URIs or the Image feature of `datasets`. The prompt has `<image>`
-    where each goes. Rows may lack it. Empty: nothing reads images."""
-    max_pixels: int | None = Field(None, ge=1)
-    """Make larger images smaller, keeping their shape, until they have at most so many pixels. None: the limit of the policy's image
-    processor, which holds in any case."""
     tools_column: str = "tools"
     """With `template: chat`: column with the tools that the chat template gets, a list of JSON schemas or its text. Rows may lack it.
     Empty: none."""
@@ -95,6 +89,12 @@ class PromptsConfig(DataSources):
     """Column with the prompt's text, or, for `template: chat`, with a list of turns or its JSON text."""
     answer_column: str = "answer"
     """Column with the reference answer, which the reward function gets as part of the row. Empty: there is none."""
+    image_column: str = "images"
+    """Column with the images of a prompt, one or a list: paths, bytes, data URIs or the Image feature of `datasets`. The prompt has
+    `<image>` where each goes. Rows may lack it. Empty: nothing reads images."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Make larger images smaller, keeping their shape, until they have at most so many pixels. None: the limit of the policy's image
+    processor, which holds in any case."""
     system: Name = ""
     """System turn put before each prompt when `template` is `chat`."""
     batch_prompts: int = Field(32, ge=1)

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from rlhfless_ray.prompts.load_prompts import PromptSet
-from rlhfless_ray.types import Picture, Prompt
+from rlhfless_ray.types import Prompt, PromptImage
 
 
 def in_object_store(prompts: PromptSet) -> PromptSet:
@@ -19,7 +19,7 @@ def in_object_store(prompts: PromptSet) -> PromptSet:
     def stored(rows: Iterable[Prompt]) -> list[Prompt]:
         return [replace(prompt, pictures=tuple(map(put, prompt.pictures))) if prompt.pictures else prompt for prompt in rows]
 
-    def put(picture: Picture) -> Picture:
+    def put(picture: PromptImage) -> PromptImage:
         if picture.digest not in refs:
             refs[picture.digest] = ray.put(picture.content)
         return replace(picture, content=refs[picture.digest])

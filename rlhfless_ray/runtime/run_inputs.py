@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.agent.episode_source import EpisodeSource
 from rlhfless_ray.agent.preflight_agent import dry_play
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.vllm_install import check_vllm
 from rlhfless_ray.learn.model_checks import check_division
 from rlhfless_ray.learn.output_scale import output_scale

@@ -283,7 +283,7 @@ class Runtime:
 
     def _create_parts(self, resource: str, memory_of_step: MemoryOfStep) -> RunParts:
         record, inputs, actors, private = self.record, self.inputs, self.actor_classes(), self.cluster.private
-        inputs.prompts = in_object_store(inputs.prompts)
+        inputs.prompts, chooses_width = in_object_store(inputs.prompts), self.recipe.rollout.tensor_parallel == "auto"
         engines, note = self._expect_engines(resource)
         recipe, rollout = self.recipe, self.recipe.rollout
         self.autoscaler.expect(engines, note)

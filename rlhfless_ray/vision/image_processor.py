@@ -19,7 +19,7 @@ import xxhash
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.json_types import JsonObject
-from rlhfless_ray.types import Picture
+from rlhfless_ray.types import PromptImage
 from rlhfless_ray.vision.read_image import decoded, image_bytes
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -55,7 +55,7 @@ class ImageProcessor:
     def __init__(self, config: Mapping[str, Any], files: Mapping[str, Any], max_pixels: int | None = None) -> None:
         """`config`: the policy's config.json. `files`: those of `image_files`. `max_pixels`: `read` makes larger images smaller."""
         self.config, self.files, self.max_pixels = config, files, max_pixels
-        self.kept: OrderedDict[Picture, Pixels] = OrderedDict()
+        self.kept: OrderedDict[PromptImage, Pixels] = OrderedDict()
         self.kept_bytes = 0
 
     @cached_property
@@ -65,13 +65,13 @@ class ImageProcessor:
 
         return Qwen2VLImageProcessorPil(**_settings(self.files))
 
-    def read(self, cell: object) -> Picture:
+    def read(self, cell: object) -> PromptImage:
         """Return an image of a row, without its place. Raises ValueError with what is wrong with it."""
         content = image_bytes(cell)
         width, height = decoded(content).size
-        return Picture(xxhash.xxh3_128_hexdigest(content), self._grid(height, width), content)
+        return PromptImage(xxhash.xxh3_128_hexdigest(content), self._grid(height, width), content)
 
-    def place(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Picture, ...]]:
+    def place(self, token_ids: Sequence[int], pictures: Sequence[PromptImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Repeat the image token of each image as often as it has tokens. Raises ValueError if there are more or fewer of either."""
         image_token = self.config["image_token_id"]
         there = sum(token == image_token for token in token_ids)
@@ -88,7 +88,7 @@ class ImageProcessor:
                 ids.append(token)
         return ids, tuple(placed)
 
-    def pixels(self, picture: Picture) -> Pixels:
+    def pixels(self, picture: PromptImage) -> Pixels:
         """Return the pixel values of an image, resized to its grid. In a run its bytes come from the object store."""
         key = replace(picture, offset=0, content=None)
         if (known := self.kept.get(key)) is not None:

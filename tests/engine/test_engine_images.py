@@ -19,6 +19,7 @@ from rlhfless_ray.vision.image_processor import FAMILIES, ImageProcessor, image_
 from rlhfless_ray.weights.saved_names import saved_state
 from tests.vision_policy import PLACE, drawn, vision_policy, vision_tokenizer
 
+pytestmark = pytest.mark.engine
 TEXTS = (f"{PLACE}How many?", [0]), (f"Compare {PLACE} and {PLACE}", [1, 2]), (f"{PLACE}How many?", [2]), ("no image here", [])
 
 
