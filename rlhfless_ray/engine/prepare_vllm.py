@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.local.laptop.cpu_bfloat16 import use_float32_products
+from rlhfless_ray.vision.image_processor import FAMILIES, image_files, reads_images
 
 if TYPE_CHECKING:
     from rlhfless_ray.engine.keyed_sampler import KeyedSampler
@@ -49,15 +51,23 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
         import_module("vllm.v1.worker.cpu_worker" if on_cpu else "vllm.v1.worker.gpu_worker")
         for name in BUILDING:
             import_module(name)
-        from rlhfless_ray.engine.ready_images import load_model_class
-
         for name in architectures:
             if name in ModelRegistry.models:
-                ModelRegistry.register_model(name, load_model_class(name))
+                ModelRegistry.register_model(name, _load_model_class(name))
         _registered.update(architectures)
         if on_cpu:
             _replace_kernels()
         _configure_logging()
+
+
+def _load_model_class(name: str) -> Any:
+    from vllm import ModelRegistry
+
+    if name not in FAMILIES.values():
+        return ModelRegistry.models[name].load_model_cls()
+    from rlhfless_ray.engine.ready_images import load_model_class
+
+    return load_model_class(name)
 
 
 def _replace_kernels() -> None:
@@ -96,6 +106,19 @@ def set_environment(on_cpu: bool) -> None:
         os.environ.setdefault(name, value)
     os.environ.update(REQUIRED)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the recipe's kv_cache_mb
+
+
+def image_prompts(config: Mapping[str, Any], folder: Path) -> Callable[..., Any]:
+    """Return what makes a prompt with images for vLLM, see `ImageItems.prompt`. `config`, `folder`: of the policy."""
+    if not reads_images(config):
+        return refuse_images
+    from rlhfless_ray.engine.ready_images import ImageItems
+
+    return ImageItems(config, image_files(folder)).prompt
+
+
+def refuse_images(*request: object) -> None:
+    raise ValueError("this policy sees no images, and a request has some")
 
 
 def install_sampler(worker: Any) -> KeyedSampler:

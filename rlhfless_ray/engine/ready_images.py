@@ -23,11 +23,6 @@ from vllm.multimodal.registry import _ProcessorFactories
 from rlhfless_ray.types import PromptImage
 from rlhfless_ray.vision.image_processor import ImageProcessor
 
-MODELS = {  # of `image_processor.FAMILIES`, by architecture
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-}
 ARGUMENTS = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"image": 999, "video": 0}}
 MOST_ITEMS = 512  # images that an engine keeps in vLLM's form
 
@@ -59,9 +54,7 @@ class ReadyImages(BaseMultiModalProcessor[ReadyImagesInfo]):
 
 
 def load_model_class(architecture: str) -> type:
-    """Import a model's class from vLLM. Those of `MODELS` take processed images."""
-    if architecture not in MODELS:
-        return ModelRegistry.models[architecture].load_model_cls()
+    """Import a model's class from vLLM, and let it take processed images. `architecture`: one of `image_processor.FAMILIES`."""
     if find_spec("torchvision") is None:  # vLLM's files import a function from transformers' file for torchvision
         folder = "transformers.models.qwen2_vl.image_processing_"
         sys.modules[f"{folder}qwen2_vl"] = import_module(f"{folder}pil_qwen2_vl")

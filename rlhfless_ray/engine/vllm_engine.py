@@ -17,7 +17,7 @@ from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.engine.control_queue import DraftNews, EngineCommand
 from rlhfless_ray.engine.engine_arguments import engine_arguments
 from rlhfless_ray.engine.engine_settings import EngineSettings
-from rlhfless_ray.engine.prepare_vllm import install_sampler, prepare, use_fast_products
+from rlhfless_ray.engine.prepare_vllm import image_prompts, install_sampler, prepare, use_fast_products
 from rlhfless_ray.engine.stepped_engine import SteppedEngine, check_weights_used
 from rlhfless_ray.engine.token_deltas import CUT, TokenDeltas
 from rlhfless_ray.engine.worker_weights import (
@@ -35,7 +35,6 @@ from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.types import EngineStep, Request
-from rlhfless_ray.vision.image_processor import image_files
 from rlhfless_ray.weights.channel import PublishedVersion, WeightChannel
 from rlhfless_ray.weights.compare import differing
 
@@ -72,8 +71,6 @@ class VllmEngine(SteppedEngine):
         use_fast_products(settings.dtype, on_cpu)
         from vllm import LLMEngine
 
-        from rlhfless_ray.engine.ready_images import ImageItems
-
         self.adapter, self.has_base = settings.adapter, False
         self.adapter_request: Any = None  # vLLM's name of the adapter, for each request
         self.reference_engines: list[VllmEngine] = []  # see `differing`
@@ -83,7 +80,7 @@ class VllmEngine(SteppedEngine):
         # Other processes stretch the time of a step on the clock. This thread's time does not tell how long a device or members work.
         self.work_clock = time.thread_time if on_cpu and self.width == 1 else time.perf_counter
         self.max_model_len = settings.max_model_len
-        self.image_items = ImageItems(config, image_files(folder))
+        self.image_prompt = image_prompts(config, folder)
         with self._naming(architectures, "build"):
             self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format, drafter))
         client: Any = self.engine.engine_core  # in this process
@@ -301,7 +298,7 @@ class VllmEngine(SteppedEngine):
             # the form that vLLM's renderer returns, which would process every prompt again
             prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(version or 0)}
             if request.pictures:
-                prompt = self.image_items.prompt(tokens, salt(version or 0), request.pictures)
+                prompt = self.image_prompt(tokens, salt(version or 0), request.pictures)
             self.engine.add_request(str(number), prompt, params, lora_request=self.adapter_request)
             added.add(number)
         return added

@@ -22,7 +22,11 @@ from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.types import PromptImage
 from rlhfless_ray.vision.read_image import decoded, image_bytes
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = {  # model type → architecture
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
 FILES = ("preprocessor_config.json", "processor_config.json")  # older and newer model folders
 MOST_CACHED_BYTES = 256 * 2**20  # of pixel values that a process keeps
 

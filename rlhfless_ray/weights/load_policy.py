@@ -78,6 +78,8 @@ def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
     if recipe.policy.path:
         return read_model(model_folder(recipe.policy.path, "policy.path")), False
     built_in, key = task(recipe.prompts.task), warm_start_key(recipe)
+    if built_in.sees_images and recipe.warm_start.steps:
+        raise UserError(f"warm_start.steps: the warm start reads no images, which prompts.task {built_in.name} has; set it to 0")
     if (cached := _cached_policy(key)) is not None:
         return cached, False
     return _scratch_policy(recipe, built_in, key if recipe.warm_start.steps == 0 else None), recipe.warm_start.steps > 0
@@ -86,6 +88,8 @@ def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
 def first_supervised_policy(recipe: SupervisedRecipe) -> Files:
     """Return the files of a built-in task's policy, with which a supervised stage begins."""
     built_in, key = task(recipe.data.task), _scratch_key(recipe, recipe.data.task, {})
+    if built_in.sees_images:
+        raise UserError(f"data.task: supervised stages read no images, which {built_in.name} has; take chain or sort")
     cached = _cached_policy(key)
     return _scratch_policy(recipe, built_in, key) if cached is None else cached
 

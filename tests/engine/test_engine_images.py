@@ -35,7 +35,7 @@ def generated(engine: VllmEngine, requests: list[Request]) -> tuple[dict[int, li
     return tokens, logprobs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_engine_and_learner_agree_and_a_cut_changes_no_token(family, tmp_path):
     policy = vision_policy(family, tmp_path)
     processor = ImageProcessor(json.loads((policy / "config.json").read_bytes()), image_files(policy))
