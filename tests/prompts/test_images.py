@@ -196,3 +196,17 @@ def test_preprocessing_is_that_of_transformers(policy):
         found = processor.pixels(processor.read(content))
         own = Qwen2VLImageProcessorPil.from_pretrained(policy)(decoded(content), return_tensors="np")
         assert np.array_equal(found.values, own["pixel_values"]) and np.array_equal(found.grid, own["image_grid_thw"][0])
+
+
+def test_drawn_pictures_show_what_is_counted_and_noise_does_not():
+    from rlhfless_ray.prompts.builtin_tasks import CELL, task
+
+    rows, held = (task("pictures").rows(40, 0, split) for split in ("train", "heldout"))
+    assert not {row["images"] for row in rows} & {row["images"] for row in held}
+    noise = task("noise_pictures").rows(40, 0, "train")
+    for row in (*rows, *held):
+        bright = np.asarray(decoded(row["images"])).min(-1) >= 150
+        cells = bright.reshape(2, CELL, 2, CELL).any((1, 3)).sum()
+        assert cells == int(row["answer"]) and task("pictures").verify(row["answer"], row) == 1
+    assert {row["answer"] for row in rows} == {row["answer"] for row in noise} == set("1234")
+    assert all((np.asarray(decoded(row["images"])).min(-1) >= 150).any() for row in noise)

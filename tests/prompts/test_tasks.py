@@ -114,7 +114,7 @@ def test_supervised_responses_to_sort_slip_as_often_as_they_say() -> None:
 
 
 def test_unknown_task_names_the_known_ones() -> None:
-    with pytest.raises(UserError, match="no built-in task is called `chains`; the known ones are chain, sort"):
+    with pytest.raises(UserError, match="no built-in task is called `chains`; the known ones are chain, noise_pictures, pictures, sort"):
         task("chains")
 
 
