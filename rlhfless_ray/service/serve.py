@@ -64,7 +64,6 @@ def serve(bases: Sequence[ServedModel], keys: Mapping[str, str], root: Path, hos
         tenants = {}
         for key, name in keys.items():
             folder = root / name
-            folder.mkdir(parents=True, exist_ok=True)
             shared = None
             if not cluster.private and first.cluster.pool:
                 shared = join_pool(first.cluster, first.price, resource, 1, folder, False, print)

@@ -18,7 +18,7 @@ import numpy as np
 import ray
 
 from rlhfless_ray.common.deadlines import get, wait_any
-from rlhfless_ray.common.errors import RunError, one_line
+from rlhfless_ray.common.errors import RunError, Stopped, one_line
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.engine_settings import engine_settings
 from rlhfless_ray.engine.exact_actor import ExactEngineActor
@@ -43,6 +43,7 @@ from rlhfless_ray.weights.remote_folder import StoredFiles
 from rlhfless_ray.weights.tensor_file import Files, as_numpy
 
 LOG = logging.getLogger(__name__)
+RECORD_S = 10.0  # between two records of a tenant's costs
 POLL_S = 0.25  # between looks for other tenants that wait, while this one is idle
 LORA_ALPHA = 32
 KEPT_VERSIONS = 4  # of a model's weights for sampling, in memory
@@ -104,13 +105,15 @@ class Tenant:
     ) -> None:
         """`folder`: of its checkpoints. `idle_s`: after so many seconds without a request its processes are parked, without a slot."""
         self.name, self.folder, self.bases, self.leases, self.idle_s, self.private = name, folder, bases, leases, idle_s, private
+        folder.mkdir(parents=True, exist_ok=True)
         self.broker, self.requests = SlotBroker(leases), Requests()
         self.models: dict[str, TenantModel] = {}
         self.samplers: dict[str, str] = {}  # id of a sampling session → path, or name of a base model
         self.stored: OrderedDict[str, WeightVersion] = OrderedDict()  # from files, by path or name of a base model
         self.engines: dict[str, WorkerPool] = {}  # by name of the base model
         self.numbers, self.epochs, self.keys = itertools.count(1), itertools.count(1), itertools.count()
-        self.used_s = time.monotonic()
+        self.used_s = self.recorded_s = time.monotonic()
+        self.billed = leases.ledger.totals()
         self.thread = threading.Thread(target=self._work, name=f"tenant {name}", daemon=True)
         self.thread.start()
 
@@ -124,11 +127,14 @@ class Tenant:
             try:
                 if self.leases.held and (time.monotonic() - self.used_s > self.idle_s or self.leases.others_wait()):
                     self._leave()
+                elif time.monotonic() - self.recorded_s > RECORD_S:
+                    self._record()
                 for pool in self.engines.values():
                     pool.end_expired(look_every_s=10.0)
             except RunError:  # of a parked process; its next use says so to the client
                 LOG.exception("processes of %s could not be parked", self.name)
-        self._leave()
+            except Stopped:
+                break
 
     def _do(self, jobs: list[Job]) -> None:
         try:
@@ -148,7 +154,15 @@ class Tenant:
         for pool in self._pools():
             self.broker.put(pool.park_all())
         self.broker.release()
-        self.leases.ledger.append_to(self.folder / "ledger.csv")
+        self._record()
+
+    def _record(self) -> None:
+        """Close the ledger's rows, move them to its file, and update the bill."""
+        ledger = self.leases.ledger
+        ledger.begin_step(ledger.step + 1)
+        ledger.append_to(self.folder / "ledger.csv")
+        self.billed, self.recorded_s = ledger.totals(), time.monotonic()
+        ledger.forget(ledger.count)
 
     def _turn_to(self, wanted: WorkerPool) -> None:
         """Park all processes but those of this pool, which may take their slot."""
@@ -157,8 +171,8 @@ class Tenant:
                 self.broker.put(pool.park_all())
 
     def bill(self) -> JsonObject:
-        """Return what the tenant's leases have cost so far, and how many it holds."""
-        return {"key": self.name, "held_slots": len(self.leases.held), **self.leases.ledger.totals()}
+        """Return what the tenant has cost since the server started, at most RECORD_S late, and how many slots it holds."""
+        return {"key": self.name, "held_slots": len(self.leases.held), **self.billed}
 
     # ---- models -----------------------------------------------------------------------------------------------
 

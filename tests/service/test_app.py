@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.service import app
 from rlhfless_ray.service.app import Service
@@ -26,7 +27,7 @@ def server(tmp_path: Path) -> Iterator[TestClient]:
     """Alice has a checkpoint, bob has none."""
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
     bases = {MODEL: ServedModel(MODEL, tmp_path, recipe, {}, 64, 61, 1)}
-    ledger = SimpleNamespace(append_to=lambda path: None, totals=dict)
+    ledger = Ledger("cpu")
     leases: Any = SimpleNamespace(held={}, pending={}, others_wait=lambda: False, ledger=ledger, release=lambda leases: None)
     tenants = {f"tml-{name}": Tenant(name, tmp_path / name, bases, leases, 1.0, private=True) for name in ("alice", "bob")}
     saved = tmp_path / "alice" / "m" / "weights" / "first"
