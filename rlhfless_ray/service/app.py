@@ -190,7 +190,8 @@ class Service:
         id, number = tenant.model(read(body, "model_id", str)).id, read(body, "seq_id", int)
         name = read(body, "path", str, f"{number:06d}")
         tenant.checkpoint_folder(f"tinker://{id}/weights/{name}")
-        return ordered(tenant, id, number, lambda: tenant.save(id, name))
+        overwrite = read(body, "overwrite", bool, False)
+        return ordered(tenant, id, number, lambda: tenant.save(id, name, overwrite=overwrite))
 
     def load_weights(self, tenant: Tenant, body: JsonObject, *_: object) -> Reply:
         path, optimizer = read(body, "path", str), read(body, "optimizer", bool)

@@ -18,6 +18,7 @@ import numpy as np
 import ray
 
 from rlhfless_ray.common.deadlines import get, wait_any
+from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import RunError, Stopped, one_line
 from rlhfless_ray.common.json_types import JsonObject
 from rlhfless_ray.engine.engine_settings import engine_settings
@@ -47,6 +48,7 @@ RECORD_S = 10.0  # between two records of a tenant's costs
 POLL_S = 0.25  # between looks for other tenants that wait, while this one is idle
 LORA_ALPHA = 32
 KEPT_VERSIONS = 4  # of a model's weights for sampling, in memory
+ABOUT = "checkpoint.json"  # in the folder of a complete checkpoint
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folder of a checkpoint → its type on the wire
 ID, NAME = re.compile(r"\w[\w.:-]{0,199}"), re.compile(r"\w[\w.-]{0,127}")  # of a model; of a checkpoint
 
@@ -239,24 +241,29 @@ class Tenant:
     def _model_folder(self, id: str) -> Path:
         return self.folder / re.sub(r"[^\w.-]", "_", id)
 
-    def _new_folder(self, model: TenantModel, kind: str, name: str) -> tuple[str, Path]:
-        path = f"tinker://{model.id}/{kind}/{name}"
+    def _new_folder(self, path: str, *, overwrite: bool) -> Path:
+        """Make an empty folder for a checkpoint, which is none until `_complete`."""
         folder = self.checkpoint_folder(path)
-        if folder.exists():
-            raise ClientMistake(f"path: {path} exists already")
+        if (folder / ABOUT).exists() and not overwrite:
+            raise ClientMistake(f"path: {path} exists already; set overwrite")
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        about = {"path": path, "model": model.id, "base_model": model.base.name, "lora_rank": model.lora_rank, "time_s": time.time()}
-        (folder / "checkpoint.json").write_text(json.dumps(about))
-        return path, folder
+        return folder
 
-    def save(self, id: str, name: str) -> JsonObject:
+    def _complete(self, model: TenantModel, path: str) -> None:
+        about = {"path": path, "model": model.id, "base_model": model.base.name, "lora_rank": model.lora_rank, "time_s": time.time()}
+        replace_file(self.checkpoint_folder(path) / ABOUT, json.dumps(about).encode())
+
+    def save(self, id: str, name: str, *, overwrite: bool) -> JsonObject:
+        path = f"tinker://{id}/weights/{name}"
+        folder = self._new_folder(path, overwrite=overwrite)
         model = self.staffed(id)
-        path, folder = self._new_folder(model, "weights", name)
         model.group.storage.save(folder)
+        self._complete(model, path)
         return {"path": path, "type": "save_weights"}
 
     def saved(self, path: str) -> JsonObject:
-        file = self.checkpoint_folder(path) / "checkpoint.json"
+        file = self.checkpoint_folder(path) / ABOUT
         if not file.is_file():
             raise ClientMistake(f"path: there is no checkpoint {path!r}")
         return json.loads(file.read_text())
@@ -265,7 +272,7 @@ class Tenant:
         """Continue a model from a checkpoint, or make one from it."""
         about = self.saved(path)
         folder = self.checkpoint_folder(path)
-        files = {name: content for name, content in read_files(folder).items() if name != "checkpoint.json"}
+        files = {name: content for name, content in read_files(folder).items() if name != ABOUT}
         if not optimizer:
             numbers = {**json.loads(bytes(files["learner.json"])), "optimizer_steps": 0}
             files = {name: content for name, content in files.items() if not name.startswith("optimizer")}
@@ -285,11 +292,11 @@ class Tenant:
 
     def save_for_sampler(self, id: str, name: str, session: str) -> JsonObject:
         """Publish the weights for engines. With a `name` they are saved too, otherwise they are kept in memory for a while."""
-        model = self.staffed(id)
-        path, folder = self._new_folder(model, "sampler_weights", name) if name else (f"tinker://{id}/sampler_weights/{session}", None)
+        path, model = f"tinker://{id}/sampler_weights/{name or session}", self.staffed(id)
+        if name:
+            model.group.storage.save_model(self._new_folder(path, overwrite=False))
+            self._complete(model, path)
         model.versions[path] = model.group.weights.publish(next(self.numbers))
-        if folder is not None:
-            model.group.storage.save_model(folder)
         while len(model.versions) > KEPT_VERSIONS:
             model.versions.popitem(last=False)
         if session:
@@ -297,7 +304,7 @@ class Tenant:
         return {"path": path if name else None, "sampling_session_id": session or None, "type": "save_weights_for_sampler"}
 
     def checkpoints(self, model: str = "") -> list[JsonObject]:
-        files = sorted(self.folder.glob("*/*/*/checkpoint.json"), key=lambda file: file.stat().st_mtime)
+        files = sorted(self.folder.glob(f"*/*/*/{ABOUT}"), key=lambda file: file.stat().st_mtime)
         found: list[JsonObject] = [json.loads(file.read_text()) for file in files]
         return [about for about in found if model in ("", about["model"])]
 
