@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import uvicorn
@@ -29,16 +30,22 @@ DEFAULTS = {
 }
 
 
+# the client says the rank of adapters; a model has one rank and one slot
+FIXED = {"lora.rank": 0, "learner.ranks": 1, "learner.zero_stage": 0, "rollout.tensor_parallel": 1, "rollout.engine": "exact"}
+
+
 def base_model(name: str, folder: Path, overrides: Sequence[str] = ()) -> ServedModel:
     """Read a model folder. `overrides`: keys of a recipe, which say how engines and learners work. Raises UserError."""
     files = read_model(folder, "--model")
     check_family(files, "--model")
-    tree: JsonObject = {"policy": {"path": str(folder)}, "prompts": {"task": "chain"}, "reward": {"function": "task"}, **DEFAULTS}
+    tree: JsonObject = {"policy": {"path": str(folder)}, "prompts": {"task": "chain"}, "reward": {"function": "task"}, **deepcopy(DEFAULTS)}
     for override in overrides:
         apply_override(tree, override, Recipe)
     recipe = Recipe.parse(tree, "serve")
-    if recipe.lora.rank:
-        raise UserError("lora.rank: the client says it for each model; leave it out")
+    for key, only in FIXED.items():
+        section, _, field = key.partition(".")
+        if (given := getattr(getattr(recipe, section), field)) != only:
+            raise UserError(f"{key}: {given} is not served; leave it out")
     context = min(recipe.rollout.max_total_tokens or LONGEST, context_tokens(files) or LONGEST)
     end = policy_tokenizer(recipe, files).eos_token_id
     return ServedModel(name, folder, recipe, files, context, int(text_config(files)["vocab_size"]), end)

@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.service import app
 from rlhfless_ray.service.app import Service
+from rlhfless_ray.service.serve import base_model
 from rlhfless_ray.service.tenant import ServedModel, Tenant
 from rlhfless_ray.service.wire import PROTOBUF
+from rlhfless_ray.weights.model_folder import write_folder
+from tests.conftest import command_here
+from tests.learn.tiny_policy import tiny_policy
 
 pytestmark = pytest.mark.pure
 MODEL = "Qwen/tiny"
@@ -90,6 +95,21 @@ def test_body_that_is_no_message_is_refused(server: TestClient, monkeypatch: pyt
         assert server.post("/api/v1/optim_step", content=content).status_code == 400
     monkeypatch.setattr(app, "MAX_BODY_BYTES", 100)
     assert server.post("/api/v1/optim_step", content=b" " * 101).status_code == 413
+
+
+@pytest.mark.parametrize("setting", ["lora.rank=8", "learner.ranks=2", "rollout.engine=stock"])
+def test_setting_that_is_not_served_is_refused(tmp_path: Path, setting: str) -> None:
+    folder = write_folder(tmp_path / "tiny", tiny_policy() | {"tokenizer.json": b"{}"})
+    with pytest.raises(UserError, match=setting.partition("=")[0]):
+        base_model(MODEL, folder, [setting])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"), [([], "--tinker"), (["--tinker"], "--model"), (["--tinker", "--model", "x=y", "--key", "k"], "--key")]
+)
+def test_command_names_what_is_missing(arguments: list[str], option: str) -> None:
+    result = command_here("serve", *arguments)
+    assert (result.returncode, option in result.stderr) == (2, True), result.stderr
 
 
 def test_unknown_promise_has_expired(server: TestClient) -> None:
