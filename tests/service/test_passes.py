@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from rlhfless_ray.learn.rank_settings import learner_settings
+from rlhfless_ray.learn.rank_state import read_state
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.service.model_rank import ModelRank
 from rlhfless_ray.service.wire import Datum, PassesRequest
@@ -26,12 +29,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("tiny"), tiny_policy())
 
 
-@pytest.fixture
-def rank(folder: Path) -> Iterator[ModelRank]:
+def make_rank(folder: Path, state: dict[str, Any] | None = None, **lora: int) -> ModelRank:
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
     recipe = Recipe.parse(tree).with_settings({"learner.micro_batch_tokens": 32, "learner.gradient_checkpointing": False})
+    recipe = recipe.with_settings({f"lora.{key}": value for key, value in lora.items()})
     made = ModelRank(learner_settings(recipe))
-    made.open(folder, ("127.0.0.1", 0))
+    made.open(folder, ("127.0.0.1", 0), state)
+    return made
+
+
+@pytest.fixture
+def rank(folder: Path) -> Iterator[ModelRank]:
+    made = make_rank(folder)
     yield made
     made.close()
 
@@ -128,3 +137,32 @@ def test_forward_alone_adds_no_gradient(rank: ModelRank) -> None:
     forward = rank.work(type(item)(item.batch, item.inputs, item.loss, item.config, learns=False))
     assert all(p.grad is None or not p.grad.any() for p in rank.trainer.engine.module.model.parameters())
     np.testing.assert_array_equal(forward.logprobs, rank.work(item).logprobs)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_saved_state_goes_on_bit_for_bit(folder: Path, lora: int) -> None:
+    """Two steps, then two more of the same rank, and of one that was opened from its files."""
+    item, step = passes_of(request("cross_entropy", data()), VOCABULARY, 512), AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
+
+    def train(rank: ModelRank) -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses.append(rank.work(item).loss)
+            assert not rank.work(step).skipped
+        return losses
+
+    first = make_rank(folder, rank=lora)
+    before = train(first)
+    files = {name: bytes(content) for name, content in first.trainer.state_files().items()}
+    after = train(first)
+    first.close()
+    again = make_rank(folder, read_state(files), rank=lora)
+    assert train(again) == after
+    again.close()
+    weights = {name: x for name, x in files.items() if not name.startswith("optimizer")}
+    weights["learner.json"] = json.dumps({**json.loads(files["learner.json"]), "optimizer_steps": 0}).encode()
+    fresh = make_rank(folder, read_state(weights), rank=lora)
+    without_moments = train(fresh)
+    fresh.close()
+    assert after[0] == without_moments[0] < before[0]
+    assert after[1] != without_moments[1]

@@ -15,7 +15,6 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
-import psutil
 import pytest
 
 from rlhfless_ray.learn.process_group import free_port
@@ -176,25 +175,6 @@ def test_tenants_side_by_side_learn_the_same_as_one_alone(trained: tuple[Client,
     status, reply = trained[0].send("get_info", {"model_id": model})
     assert (status, reply["category"]) == (422, "user")
     assert other.send("checkpoints")[1] == {"checkpoints": []}
-
-
-def learners() -> dict[int, psutil.Process]:
-    """The processes of models, by id."""
-    return {one.pid: one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [""])[0].startswith("ray::ModelActor")}
-
-
-def test_killed_learner_saved_loaded_repeats_what_followed_its_last_step(trained: tuple[Client, str, list[float]]) -> None:
-    client, before = trained[0], learners()
-    model = client.call("create_model", session_id="killed", model_seq_id=0, base_model=MODEL)["model_id"]
-    [process] = [one for pid, one in learners().items() if pid not in before]
-    losses = []
-    for step in range(4):
-        losses.append(loss_of(client.wait(client.send("forward_backward", passes(model, 2 * step + 1, TOKENS))[1])))
-        if step == 2:
-            process.kill()
-        done = client.call("optim_step", model_id=model, seq_id=2 * step + 2, adam_params={"learning_rate": 0.01})
-        assert done["metrics"]["grad_norm:mean"] > 0, done
-    assert losses == trained[2]
 
 
 def test_idle_tenant_holds_no_slot_and_has_a_bill(trained: tuple[Client, str, list[float]]) -> None:
