@@ -339,6 +339,11 @@ class Ledger:
         return messages
 
 
+def read_ledger(path: Path) -> list[Row]:
+    """Return the complete rows of a ledger.csv."""
+    return read_ledger_lines(path)[0]
+
+
 def read_ledger_lines(path: Path) -> tuple[list[Row], list[str]]:
     """Return the complete rows of a ledger.csv, and the lines that are none, such as the last one of a killed run: `line 7 (step 3)`."""
     rows, problems = [], []
