@@ -4,12 +4,13 @@ One response in thirty is four times as long. Engines of one policy answer the s
 most tokens per second (`blind`: nothing is known of the lengths), and with drafts for the end of the rollout (`informed`: by a forecast
 that is off by a third, as the draws of each length say). The policy computes as much as 27 M parameters, and its own small original drafts
 for it. Times are of the processor. Then the same rule is computed token by token for engines of other sizes, beside the least time that
-any drafts could take if lengths were known (`bound`): what there is to gain at all.
+any drafts could take if lengths were known (`bound`): what there is to gain at all. `--picture` only draws docs/images/draft_budget.svg.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from rich.table import Table
 
+from benchmarks.common.charts import save_svg, svg_pyplot
 from benchmarks.common.results import Target, make_console, save, show_targets
+from benchmarks.common.run_metadata import ROOT
 from benchmarks.speculation import answer, drafters_of, engine, files_of, interval, prompts_of
 from placement.drafting.acceptance import choose_lengths
 from placement.drafting.token_values import REFRESH_STEPS, tokens_left, values_of
@@ -70,7 +73,10 @@ class Computed:
     bound: float
 
 
-def run(lengths: np.ndarray, base: float, chance: float, draws: np.ndarray | None, seed: int) -> float:
+Record = Callable[[float, np.ndarray, np.ndarray], None]  # gets the end of a step, its sequences, and how much is drafted for each
+
+
+def run(lengths: np.ndarray, base: float, chance: float, draws: np.ndarray | None, seed: int, record: Record = lambda *_: None) -> float:
     """Return an engine's time, in those of a row. draws: (n, S) of the lengths; None: drafts for the most tokens per second."""
     rng, made, total, steps = np.random.default_rng(seed), np.zeros(len(lengths)), 0.0, 0
     live, values = np.arange(len(lengths)), np.ones(len(lengths))
@@ -84,6 +90,7 @@ def run(lengths: np.ndarray, base: float, chance: float, draws: np.ndarray | Non
         drafted = np.array(choose_lengths(offered, base + n, np.arange(1.0, n * MOST + 1), values=values[live]))
         accepted = np.minimum(np.cumprod(rng.random((n, MOST)) < chance, axis=1).sum(1), drafted)
         total += base + n + int(drafted.sum())
+        record(total, live, drafted)
         made[live] += 1 + accepted
         live = live[made[live] < lengths[live]]
         steps += 1
@@ -113,10 +120,37 @@ def compute(sequences: int, base: int, chance: float, rounds: int = 3) -> Comput
     return Computed(sequences, base, chance, *np.mean(ratios, axis=0).tolist())
 
 
+def draw_budget() -> None:
+    """Draw how many tokens each step of an engine drafts, for its longest response and for all others."""
+    pyplot, rng = svg_pyplot(), np.random.default_rng(2)
+    lengths = np.clip(np.exp(rng.normal(5, 0.3, 32)), 4, 2000).astype(int)
+    lengths[-1] = LONGER * int(np.median(lengths))
+    figure, panels = pyplot.subplots(2, 1, sharex=True, sharey=True, figsize=(7, 4))
+    for panel, draws, title in zip(panels, (None, draws_of(lengths, rng)), ("most tokens per second", "earliest end"), strict=True):
+        steps: list[tuple[float, int, int]] = []
+
+        def record(end: float, live: np.ndarray, drafted: np.ndarray, steps: list[tuple[float, int, int]] = steps) -> None:
+            longest = int(drafted[live == len(lengths) - 1].sum())
+            steps.append((end, longest, int(drafted.sum()) - longest))
+
+        run(lengths, 60, 0.8, draws, 0, record)
+        ends, longest, others = zip(*steps, strict=True)
+        panel.stackplot(ends, longest, others, step="post", colors=["#c0504d", "#9db8d9"], labels=["the longest response", "the other 31"])
+        panel.set_title(f"drafts for the {title}: ends at {ends[-1]:.0f}", loc="left", fontsize=10)
+        panel.set_ylabel("drafted tokens")
+    panels[0].legend(loc="upper right", frameon=False)
+    panels[1].set_xlabel("time, in rows of a step")
+    save_svg(figure, ROOT / "docs" / "images" / "draft_budget.svg")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--picture", action="store_true")
     options = parser.parse_args()
+    if options.picture:
+        draw_budget()
+        return
     console = make_console()
     computed = [compute(n, base, chance) for n in (32, 128, 256) for base in (30, 120, 400) for chance in (0.6, 0.8)]
     with TemporaryDirectory(prefix="straggler-") as scratch:
