@@ -64,7 +64,7 @@ def train_head(
     model: Any = AutoModelForCausalLM.from_pretrained(policy, local_files_only=True, dtype=torch.float32).eval().to(device)
     torch.manual_seed(0)
     layers, text = layers_read(config), model.config.get_text_config()
-    head = Eagle3Head(LlamaConfig(**config), len(layers) * text.hidden_size, owns_embeddings=True).to(device)
+    head = Eagle3Head(LlamaConfig(**config, attn_implementation="sdpa"), len(layers) * text.hidden_size, owns_embeddings=True).to(device)
     held_out = [one for one in sequences[::HELD_OUT] if len(one) > 2]
     trained = sorted((one for i, one in enumerate(sequences) if i % HELD_OUT and len(one) > 2), key=len)
     size = max(1, min(BATCH, LOGIT_BYTES // (4 * text.vocab_size * max(map(len, sequences)))))
