@@ -264,8 +264,6 @@ class RolloutStage:
         recipe, batch = self.context.recipe, step.batch
         requests, lengths = batch.requests(recipe), step.expected_work + batch.made[:, None]
         self._begin_moves(lengths)
-        if self.drafts is not None:
-            self.drafts.expect(lengths)
         shares = self._shares(step, len(self.pool.working))
         self._order_engines(step, shares, weights)
         wanted = WantedResponses(

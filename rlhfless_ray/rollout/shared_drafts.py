@@ -22,7 +22,6 @@ from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import Request
 
-DRAWS = 16  # of each response's length that engines get
 KEPT_TOKENS = 100_000  # tokens of responses of earlier steps. A checkpoint has them as numbers, about 0.6 MB
 
 
@@ -46,13 +45,8 @@ class SharedDrafts(Plugin):
         self.total = 0  # tokens in `earlier`
         self.names = itertools.count()
         self.drafter = drafter
-        self.lengths = np.zeros((0, DRAWS))
         self.weights: tuple[int, Any] = (0, None)  # version of the drafter in this rollout, and a reference to its {name: array}
         self.versions: dict[str, int] = {}  # version of the drafter that each instance has, by instance id
-
-    def expect(self, lengths: np.ndarray) -> None:
-        """Take the forecast for the next rollout: (n, S) joint draws of the responses' lengths, in tokens."""
-        self.lengths = lengths[:, np.linspace(0, lengths.shape[1] - 1, DRAWS).astype(int)]
 
     def begin(self, rollout: LiveRollout) -> None:
         """Start a rollout. Prompts that come later, as in multi-turn rollouts, share no text."""
@@ -96,8 +90,7 @@ class SharedDrafts(Plugin):
             texts += self._news((i for i in self.groups[prompt] if self.log.owner[i] != number), number)
         version, weights = self.weights
         known, self.versions[instance] = self.versions.get(instance, 0), version
-        lengths = {key: self.lengths[key] for key in keys if key < len(self.lengths)}
-        return DraftNews(self.learned.state(), tuple(texts), None if known == version else weights, lengths)
+        return DraftNews(self.learned.state(), tuple(texts), None if known == version else weights)
 
     def spread(self, keys: Iterable[int], number: int) -> dict[int, DraftNews]:
         """Return the data for other engines after an engine's report on these requests, by engine number.
@@ -127,7 +120,7 @@ class SharedDrafts(Plugin):
 
     def end(self, steps: EngineSteps) -> None:
         """Fit the step times to the rollout's engine steps, and keep its responses."""
-        times, self.lengths = self.learned.times, self.lengths[:0]
+        times = self.learned.times
         for has_drafts in (False, True):
             kind = [step for step in steps if step.new_tokens == step.running and (step.drafted > 0) == has_drafts]
             for step in kind[:: len(kind) // times.KEPT + 1]:  # from the whole rollout, because its end has few sequences
