@@ -139,7 +139,7 @@ def check_images(recipe: Recipe, prompts: PromptSet) -> None:
         "agent.path": bool(recipe.agent.path),
         "rollout.engine: stock": recipe.rollout.engine == "stock",
         "learner.zero_stage: 3": recipe.learns and recipe.learner.zero_stage == 3,
-        "critic.path": recipe.learns and recipe.algorithm.has_critic,
+        "algorithm.advantage.estimator: gae": recipe.learns and recipe.algorithm.has_critic,
     }
     if found := next((key for key, is_set in refused.items() if is_set), None):
         raise UserError(f"{found}: prompts with images are not supported with it; change it, or empty prompts.image_column")

@@ -31,7 +31,7 @@ PULLED = "engines pull weights by version and checksum, so no collective is set 
 PARKED = "a process without work gives its device back in any case"
 SCORES = "scoring passes of the learner use its own budget"
 FILLED = "micro-batches are always filled by tokens"
-IMAGES = "prompts with images are outside what this runtime trains"
+IMAGES = "prompts with images are read by recipes only, with prompts.image_column and `<image>` where each goes"
 
 
 def clip(x: object, v: Values) -> JsonObject:
@@ -333,7 +333,7 @@ RULES: tuple[Rule[Values], ...] = (
     # images
     row("data.image_key", "error", reading=IMAGES),
     row("data.max_images_per_prompt", "error", reading=IMAGES),
-    row("actor.freeze_visual_encoder", "error", reading="models with a vision tower are outside what this runtime trains"),
+    row("actor.freeze_visual_encoder", "error", reading="recipes only train models with a vision tower; theirs is frozen unless learner.train_vision"),
     row("logger.tensorboard_dir", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
     row("use_ms", "absent", reading=f"ModelScope {NOT_HERE}"),
 )
@@ -342,6 +342,7 @@ ALWAYS: JsonObject = {
     "watch.metric_names": "openrlhf",
     "prompts.add_bos": False,
     "prompts.tools_column": "",
+    "prompts.image_column": "",  # --image_key is refused
     "reward.timeout_s": 180.0,  # of OpenRLHF's HTTP client; its reward functions have no limit
     "rollout.min_tokens": 1,  # as in OpenRLHF's SamplingParams in every version
 }
