@@ -30,7 +30,7 @@ class RowImages:
     def begin(self, row: JsonObject) -> None:
         """Take the images of a row's column."""
         cell = row.get(self.column) if self.column else None
-        self.cells = [] if cell is None else list(cell) if isinstance(cell, (list, tuple)) else [cell]
+        self.cells = [] if cell in (None, "") else list(cell) if isinstance(cell, (list, tuple)) else [cell]
         self.named = []
         if self.cells and not self.are_seen:
             raise ValueError(
@@ -39,7 +39,7 @@ class RowImages:
 
     def placed(self, text: str) -> str:
         """Return a prompt's text with the family's own place for each `<image>`."""
-        if not self.cells:
+        if not self.are_seen:
             return text
         self._take(text.count(MARK))
         return text.replace(MARK, PLACE)
@@ -53,7 +53,9 @@ class RowImages:
     def read(self) -> tuple[PromptImage, ...]:
         """Return the images of the row in the order of their places. Raises ValueError, which names the damaged one."""
         if self.cells:
-            raise ValueError(f"column `{self.column}` has {len(self.cells)} more images than the prompt has `{MARK}`")
+            raise ValueError(
+                f"column `{self.column}` has {len(self.cells)} more images than the prompt has `{MARK}`; fix or remove the row"
+            )
         pictures = []
         for name, cell in self.named:
             try:
@@ -65,14 +67,14 @@ class RowImages:
     def _take(self, count: int) -> None:
         """Give the next `count` images of the column their places."""
         if count > len(self.cells):
-            raise ValueError(f"the prompt has {count} `{MARK}` more than column `{self.column}` has images ({len(self.cells)})")
+            raise ValueError(f"the prompt has more `{MARK}` than column `{self.column}` has images; fix or remove the row")
         first = len([name for name, _ in self.named if name.startswith("column")])
         self.named += [(f"column `{self.column}`: image {first + k + 1}", cell) for k, cell in enumerate(self.cells[:count])]
         del self.cells[:count]
 
     def _parts(self, content: object) -> object:
         if isinstance(content, str):
-            if not self.cells or MARK not in content:
+            if MARK not in content:
                 return content
             texts = content.split(MARK)
             self._take(len(texts) - 1)

@@ -109,6 +109,9 @@ def test_places_and_images_must_match(load, policy):
     image = drawn(28, 28)
     assert "1 more images than the prompt has `<image>`" in refused(load, [{"question": "none", "images": image}])
     assert "line 2" in refused(load, [{"question": "<image>", "images": image}, {"question": "<image><image>", "images": [image]}])
+    assert "more `<image>` than column `images`" in refused(load, [{"question": "<image>"}])
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "<image>"}]
+    assert "more `<image>` than" in refused(load, [{"question": turns, "images": [image]}], template="chat")
     assert "0 images" in refused(load, [{"question": "<|vision_start|><|image_pad|><|vision_end|>"}])
     assert "the policy sees none" in refused(
         load, [{"question": "<image>", "images": image}], files={"config.json": b'{"model_type": "qwen2"}'}

@@ -333,7 +333,11 @@ RULES: tuple[Rule[Values], ...] = (
     # images
     row("data.image_key", "error", reading=IMAGES),
     row("data.max_images_per_prompt", "error", reading=IMAGES),
-    row("actor.freeze_visual_encoder", "error", reading="recipes only train models with a vision tower; theirs is frozen unless learner.train_vision"),
+    row(
+        "actor.freeze_visual_encoder",
+        "error",
+        reading="recipes only train models with a vision tower; theirs is frozen unless learner.train_vision",
+    ),
     row("logger.tensorboard_dir", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
     row("use_ms", "absent", reading=f"ModelScope {NOT_HERE}"),
 )
