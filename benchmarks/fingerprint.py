@@ -32,7 +32,8 @@ from placement.forecast.forecaster import forecast_quality
 from placement.forecast.scenarios import Scenarios
 from placement.measurements.term import Term
 from placement.migration.decide_moves import LiveState, Settings, decide_moves
-from placement.planning.bounds import cost_bound, rollout_bounds
+from placement.planning.bounds import CostBound, rollout_bounds
+from placement.planning.workload import RolloutWorkload
 from placement.scaling.prefix_benefit import PrefixCosts, PrefixDemand, choose_prefix
 from placement.scaling.resize_policy import ResizeHistory, Transition, assign_groups, best_held_plan, decide, time_value
 from placement.simulate import POLICIES, parse, simulate, simulate_run
@@ -96,7 +97,8 @@ def planner(seed: int) -> dict[str, Any]:
             found[f"pools {n}"] = frontier(truth, pools=pools)
         objectives = Objective(prefer=0.3), Objective(knee=True), Objective(deadline_s=known[len(known) // 2].time_s)
         found[f"choices {n}"] = [choose(known, objective) for objective in objectives]
-        found[f"bounds {n}"] = rollout_bounds(scenarios, SPEED, 6), cost_bound(truth, SPEED, known[-1].time_s, max_actors=6)
+        work = RolloutWorkload.from_arguments(truth, SPEED, max_actors=6)
+        found[f"bounds {n}"] = rollout_bounds(scenarios, SPEED, 6), CostBound(work, 0, work.kinds[0]).cost(known[-1].time_s)
     truth, scenarios, _ = lengths_of(seed, 60)
     found["pools"], found["pools of scenarios"] = frontier(truth, pools=pools), frontier(scenarios, pools=pools, thin=0.02)
     return found
