@@ -12,6 +12,7 @@ from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
 from rlhfless_ray.prompts.row_images import RowImages
 from rlhfless_ray.types import PromptImage
+from rlhfless_ray.vision.read_image import DATA_URI
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,6 +157,11 @@ def check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, re
             kind = "null" if cell is None else "an empty list" if cell == [] else f"of type {type(cell).__name__}"
             raise UserError(
                 f"{where}, {name}: the prompt in column `{prompt_column}` is {kind}, not a string; fix the row or set prompts.prompt_column"
+            )
+        if isinstance(cell, str) and cell.startswith(DATA_URI):
+            raise UserError(
+                f"{where}, {name}: the prompt in column `{prompt_column}` is bytes or an image, not a string; fix the row "
+                "or set prompts.prompt_column"
             )
         if not cell or (is_chat and isinstance(cell, str) and not cell.strip()):
             raise UserError(f"{where}, {name}: the prompt in column `{prompt_column}` is empty; fix or remove the row")

@@ -79,7 +79,7 @@ def test_data_sets_may_be_streamed() -> None:
     [
         ({"prompts": []}, "prompts: the data set is empty"),
         ({"prompts": {"train": ROWS}}, r"choose one, such as prompts=dataset\['train'\]"),
-        ({"prompts": [{"prompt": b"bytes"}]}, "prompts, row 1: column `prompt` has a bytes"),
+        ({"prompts": [{"prompt": {1}}]}, "prompts, row 1: column `prompt` has a set"),
         ({"prompts": 3}, "prompts: expected a path, a list of dicts or a datasets.Dataset, got int"),
         ({"reward": []}, "several rewards must be functions"),
         ({"reward": [right, "model"]}, "several rewards must be functions"),

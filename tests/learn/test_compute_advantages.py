@@ -246,7 +246,10 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases_or_work_at_onc
                 observe_update=lambda *a: log.append("measured"), observe_passes=lambda samples, seconds: log.append("all before it too")
             ),
             calls=SimpleNamespace(
-                plan=plan, search=lambda *of: None, observe=lambda plan, tokens, took, wall_s: log.append("each call too")
+                plan=plan,
+                search=lambda *of: None,
+                price_ranks=lambda *of: None,
+                observe=lambda plan, tokens, took, wall_s: log.append("each call too"),
             ),
             criteria=SimpleNamespace(bids=None),
         ),

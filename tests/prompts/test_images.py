@@ -107,6 +107,7 @@ def test_max_pixels_makes_images_smaller(load):
 
 def test_places_and_images_must_match(load, policy):
     image = drawn(28, 28)
+    assert "is bytes or an image, not a string" in refused(load, [{"question": b"what?"}])
     assert "1 more images than the prompt has `<image>`" in refused(load, [{"question": "none", "images": image}])
     assert "line 2" in refused(load, [{"question": "<image>", "images": image}, {"question": "<image><image>", "images": [image]}])
     assert "more `<image>` than column `images`" in refused(load, [{"question": "<image>"}])

@@ -63,6 +63,7 @@ def test_fused_layers_equal_the_modules(tmp_path: Path, kind: str) -> None:
             tokens[ask.name] += [*draft.tokens[: rng.integers(0, 3)], int(rng.integers(VOCABULARY))]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("truncation", [(1.0, 0), (0.9, 5)])
 def test_a_draft_waits_once_for_the_device(tmp_path: Path, truncation: tuple[float, int]) -> None:
     """Whatever its number of tokens. Every way for the host to see a tensor is counted."""

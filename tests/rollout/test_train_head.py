@@ -41,7 +41,7 @@ def test_a_head_learns_the_distribution_and_can_be_loaded(tmp_path: Path) -> Non
     torch.manual_seed(5)
     files = train_head(folder, made, [*sequences, [1], [1, 2]], passes=10, say=said.append)
     shared = [int(re.findall(r"(\d+)%", line)[0]) for line in said]
-    assert len(shared) == 10 and shared[-1] > shared[0] + 10 and shared[-1] > 60
+    assert len(shared) == 10 and shared[-1] > shared[0] + 25 and shared[-1] > 50
     head = load_head(write_folder(tmp_path / "head", files))
     assert head.embed_tokens is not None and head.fc.in_features == 3 * 64
 
