@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.learn.optimizer_state import plain_optimizer
 from rlhfless_ray.learn.policy_model import WANTED_DTYPE
 from rlhfless_ray.learn.tensor_parallel import deepspeed_section
-from rlhfless_ray.local.process_memory import release_pages
+from rlhfless_ray.local.process_memory import release_free_heap, release_pages
 from rlhfless_ray.weights.layout import padded_share
 from rlhfless_ray.weights.tensor_file import as_tensor
 from rlhfless_ray.weights.tensor_slice import HeldSlices, TensorSlice
@@ -77,6 +79,43 @@ def parameter_groups(model: nn.Module, decay_all: bool) -> list[dict[str, Any]]:
             (others if spared else decayed).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def deepspeed_engine(
+    wrapped: nn.Module, section: LearnerConfig, dtype: str, device: torch.device, learning_rate: float, weights: HeldSlices | None
+) -> Any:
+    """Build DeepSpeed's engine of a module, whose optimizer has made no step yet.
+
+    Args:
+        wrapped: has the trained model as `model`.
+        dtype: of the weights.
+        weights: of a checkpoint, at ZeRO 3; None: the module's own.
+    """
+    import deepspeed
+
+    import_muon()
+    model: Any = wrapped.model
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, section.decay_all),
+        lr=learning_rate,
+        betas=section.betas,
+        eps=section.adam_eps,
+        weight_decay=section.weight_decay,
+        fused=True,
+    )
+    config = deepspeed_config(section, dtype, device.type)
+    if section.zero_stage == 3:  # one parameter after the other, so that neither host nor device ever holds the whole model
+        for buffer in wrapped.buffers():
+            buffer.data = buffer.data.to(device)
+        os.environ["LOCAL_RANK"] = "0"  # each rank sees one device
+        divide_parameters(wrapped, device, config, weights)
+        release_free_heap()  # the copies leave holes between the parts that are kept
+    engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
+    # ZeRO creates the optimizer's state by a trial step on zero gradients, whose count would distort Adam's bias correction
+    for state in plain_optimizer(engine).state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"].zero_()
+    return engine
 
 
 def restore_linear() -> None:

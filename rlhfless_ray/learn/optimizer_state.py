@@ -59,8 +59,15 @@ def whole_weights(engine: Any, stage: int, owner: Mapping[str, int], slices: Mod
                 yield name, own
 
 
-def held_weights(engine: Any) -> dict[TensorSlice, Tensor]:
-    """Return this rank's slices of the weights at ZeRO 3. They are views of the live state if it is on the host."""
+def held_weights(engine: Any, stage: int, slices: ModelSlices | None = None) -> dict[TensorSlice, Tensor]:
+    """Return this rank's slices of the weights: whole tensors, or its parts at ZeRO 3 and with tensor parallelism (`slices`).
+
+    They are views of the live state where that holds them so.
+    """
+    if stage < 3:
+        cuts = {} if slices is None else slices.cuts
+        state = engine.module.model.state_dict().items()
+        return {cuts.get(name, TensorSlice.whole(name, tensor.shape)): tensor.detach() for name, tensor in state}
     held = {}
     for name, parameter in engine.module.model.named_parameters():
         start, end = _own_share(parameter)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, trained
 from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, WEIGHTS
 from rlhfless_ray.weights.shards import save_slices, shard_name, slices_in
-from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_tensor, load_tensors, save_tensors
+from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_numpy, as_tensor, load_tensors, save_tensors
 from rlhfless_ray.weights.tensor_slice import NOTHING, FormerRank, HeldSlices, ReshardedSlices, TensorSlice
 
 Former = dict[str, FormerRank]  # by beginning of the names of a state's files
@@ -39,6 +39,12 @@ def write_state(
     if state["average"]:
         files[shard_name(AVERAGE, rank, ranks)] = save_tensors(state["average"], {"format": "pt"})
     return files
+
+
+def former_rank(held: Mapping[TensorSlice, Tensor], file: str, is_kept: bool) -> FormerRank:
+    """Return what a rank held of a `file` of the state, with the values themselves if they are kept."""
+    values = {piece: as_numpy(tensor).reshape(-1) for piece, tensor in held.items()} if is_kept else {}
+    return FormerRank(HeldSlices.of(values), tuple(held), file)
 
 
 def fetched_by(state: Mapping[str, Any]) -> tuple[int, int]:

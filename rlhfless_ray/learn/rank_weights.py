@@ -77,7 +77,7 @@ class RankWeights:
         parts: dict[TensorSlice, np.ndarray] = {}
         if self.stage == 3 and self.lora is None:
             whole = unconverted_names(self.engine.module.model)
-            parts = {piece: as_numpy(values) for piece, values in held_weights(self.engine).items() if piece.name in whole}
+            parts = {piece: as_numpy(values) for piece, values in held_weights(self.engine, 3).items() if piece.name in whole}
         names = {piece.name for piece in parts}
         owner = whole_layers({name: size for name, size in self.sizes().items() if name not in names}, count)
         found = self.merged({name: first + number for name, number in owner.items()})

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.deepspeed_setup import (
-    deepspeed_config,
-    divide_parameters,
-    import_muon,
-    parameter_groups,
-    restore_linear,
-    skipped_step,
-)
+from rlhfless_ray.learn.deepspeed_setup import deepspeed_engine, restore_linear, skipped_step
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters
@@ -33,7 +26,7 @@ from rlhfless_ray.learn.optimizer_state import held_moments, held_weights, link_
 from rlhfless_ray.learn.policy_model import check_head, in_wanted_dtype
 from rlhfless_ray.learn.process_group import join_process_group, leave_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
-from rlhfless_ray.learn.rank_state import Former, load_weights, write_state
+from rlhfless_ray.learn.rank_state import Former, former_rank, load_weights, write_state
 from rlhfless_ray.learn.rank_weights import RankWeights
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.sequence_parallel import SequenceParallel
@@ -47,8 +40,8 @@ from rlhfless_ray.weights.layout import whole_layers
 from rlhfless_ray.weights.model_folder import AVERAGE, split_files
 from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import shard_name
-from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor
-from rlhfless_ray.weights.tensor_slice import FormerRank, HeldSlices, Slices, TensorSlice
+from rlhfless_ray.weights.tensor_file import Files, as_tensor
+from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices, TensorSlice
 
 T = TypeVar("T")
 
@@ -112,10 +105,7 @@ class TrainerRank:
             torch.set_rng_state(state["rng"])
 
     def _build_engine(self, wrapped: nn.Module, weights: HeldSlices | None) -> None:
-        """Build DeepSpeed's engine. The optimizer has made no step yet. `weights`: of a checkpoint, at ZeRO 3."""
-        import deepspeed
-
-        import_muon()
+        """Build DeepSpeed's engine. `weights`: of a checkpoint, at ZeRO 3."""
         model: Any = wrapped.model
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         is_divided = self.section.tensor_parallel > 1
@@ -123,23 +113,8 @@ class TrainerRank:
             wrapped.config = model.config  # where DeepSpeed looks for the number of heads
         elif self.stage < 3:
             wrapped = wrapped.to(self.device)
-        optimizer = torch.optim.AdamW(
-            parameter_groups(model, self.section.decay_all),
-            lr=self.rate(),
-            betas=self.section.betas,
-            eps=self.section.adam_eps,
-            weight_decay=self.section.weight_decay,
-            fused=True,
-        )
-        config = deepspeed_config(self.section, self.dtype, self.device.type)
-        if self.stage == 3:  # one parameter after the other, so that neither host nor device ever holds the whole model
-            for buffer in wrapped.buffers():
-                buffer.data = buffer.data.to(self.device)
-            os.environ["LOCAL_RANK"] = "0"  # each rank sees one device
-            divide_parameters(wrapped, self.device, config, weights)
-            release_free_heap()  # the copies leave holes between the parts that are kept
         with visible_adapters() if is_divided and self.lora is not None else nullcontext():
-            self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
+            self.engine = deepspeed_engine(wrapped, self.section, self.dtype, self.device, self.rate(), weights)
         if is_divided:
             self.slices = ModelSlices(shapes, model.state_dict().items(), self.device)
             if self.lora is not None:
@@ -150,10 +125,6 @@ class TrainerRank:
             use_gradient_pieces(self.engine.optimizer)
         if self.is_large and self.stage < 3 and self.lora is None and not is_divided:
             TiedEnds.install(model, before_gradient=release_free_heap)
-        # ZeRO creates the optimizer's state by a trial step on zero gradients, whose count would distort Adam's bias correction
-        for state in plain_optimizer(self.engine).state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"].zero_()
 
     def join_process_group(self, rendezvous: tuple[str, int] | None) -> None:
         """Connect the ranks. `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already."""
@@ -376,7 +347,7 @@ class TrainerRank:
         """
         divided = self.stage == 3 and self.lora is None  # nothing is gathered
         state = self._state(gathers=not divided)
-        return write_state(state, self.rank, self.ranks, self.lora, held_weights(self.engine) if divided else None)
+        return write_state(state, self.rank, self.ranks, self.lora, held_weights(self.engine, self.stage) if divided else None)
 
     # ---- between updates --------------------------------------------------------------------------------------
 
@@ -385,23 +356,14 @@ class TrainerRank:
 
         Returns what this rank held. On the host it keeps tensors that all ranks hold, of which its own files have a part or nothing.
         """
-        moments = held_moments(self.engine, self.stage, self.slices, shares_out=False)
-        if self.stage == 3:
-            weights = held_weights(self.engine)
-        else:
-            cuts, state = {} if self.slices is None else self.slices.cuts, self.engine.module.model.state_dict()
-            weights = {cuts.get(name, TensorSlice.whole(name, tensor.shape)): tensor.detach() for name, tensor in state.items()}
         keeps = self.slices is None and self.device.type == "cpu"
         average = {TensorSlice.whole(name, tensor.shape): tensor for name, tensor in self.average.items()}
-        found = {"model": (weights, keeps and self.stage < 3), "optimizer": (moments, keeps and self.stage == 0), AVERAGE: (average, False)}
-        former = {
-            stem: FormerRank(
-                HeldSlices.of({piece: as_numpy(values).reshape(-1) for piece, values in held.items()} if is_kept else {}),
-                tuple(held),
-                shard_name(stem, self.rank, self.ranks),
-            )
-            for stem, (held, is_kept) in found.items()
+        held = {
+            "model": (held_weights(self.engine, self.stage, self.slices), keeps and self.stage < 3),
+            "optimizer": (held_moments(self.engine, self.stage, self.slices, shares_out=False), keeps and self.stage == 0),
+            AVERAGE: (average, False),
         }
+        former = {stem: former_rank(slices, shard_name(stem, self.rank, self.ranks), is_kept) for stem, (slices, is_kept) in held.items()}
         self.engine.destroy()
         del self.held
         self.engine = self.lora = self.slices = self.sequences = None
