@@ -44,7 +44,7 @@ def test_engine_and_learner_agree_and_a_cut_changes_no_token(family, tmp_path):
     for key, (text, numbers) in enumerate(TEXTS * 2):
         ids, placed = processor.place(vision_tokenizer()(text)["input_ids"], [pictures[k] for k in numbers])
         requests.append(Request(key, tuple(ids), seed=key, max_tokens=12, temperature=1.0, pictures=placed))
-    settings = EngineSettings(max_model_len=256, max_running=8, block_size=16, kv_cache_mb=16, gpu_memory_share=0.5)
+    settings = EngineSettings(max_model_len=256, max_running=8, block_size=32, kv_cache_mb=16, gpu_memory_share=0.5)
     engine = VllmEngine(policy, settings)
     model = load_model(policy, "float32", False).eval()
     for version in (0, 1):  # the second one has another vision tower too
