@@ -23,7 +23,12 @@ from vllm.multimodal.registry import _ProcessorFactories
 from rlhfless_ray.types import PromptImage
 from rlhfless_ray.vision.image_processor import ImageProcessor
 
-ARGUMENTS = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"image": 999, "video": 0}}
+ARGUMENTS = {
+    "skip_mm_profiling": True,
+    "mm_device_do_normalize": False,
+    "mm_processor_cache_gb": 0,
+    "limit_mm_per_prompt": {"image": 999, "video": 0},
+}
 MOST_ITEMS = 512  # images that an engine keeps in vLLM's form
 
 
