@@ -149,6 +149,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("rollout.min_tokens", 257, "rollout.min_tokens: must not exceed rollout.max_tokens"),
         ("reward.overlong_limit_tokens", 9, "reward.overlong_buffer_tokens: reward.overlong_limit_tokens needs it"),
         ("reward.overlong_penalty", 0.5, "reward.overlong_buffer_tokens: reward.overlong_penalty needs it"),
+        ("functions.demand", True, "functions.demand: runs that share a pool would replace each other's announcement to Ray"),
         ("learner.min_rate_share", 0.1, "learner.min_rate_share: applies to the schedule `cosine_with_min_lr`"),
         ("reward.overlong_buffer_tokens", 257, "reward.overlong_buffer_tokens: must not exceed rollout.max_tokens"),
         ("prompts.max_rows", 9, "prompts.max_rows: it limits data sets, and a built-in task generates prompts.rows rows"),

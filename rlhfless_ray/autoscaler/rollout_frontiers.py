@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -20,6 +21,8 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.autoscaler.step_predictor import StepPredictor
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.functions.demand import Wanted
+from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.types import Prompt, Sample
 
 MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier
@@ -83,6 +86,24 @@ class RolloutFrontiers:
         width = self.predictor.engines.width
         plans = self.plans(np.maximum(lengths, 1.0), tokens.astype(float), max_actors, width, self.predictor.engines.fit.speed)
         return choose_nearest(plans, self.criteria.objective).plan.actors
+
+    def wanted(self, lengths: np.ndarray, prompts: list[Prompt], limits: Limits, learner_slots: int) -> Wanted:
+        """Return the engines that the objective chooses if nodes come for all that the recipe allows. `lengths`: as in `best`.
+
+        learner_slots: that the learner holds beside them.
+        """
+        width, rooms = self.predictor.engines.width, self.rooms
+        most = limits.most[width]
+
+        def engines() -> Counter[str]:
+            caps = {kind.name: most if kind.max_slots is None else min(most, kind.max_slots // width) for kind in self.kinds}
+            self.set_rooms({width: caps})
+            plan = choose_nearest(self.best(lengths, prompts, most), self.criteria.objective).plan
+            return Counter(self.pools_of(plan) or (OWN,) * plan.actors)
+
+        found = self.predictor.safely("planning further nodes", engines, lambda: Counter({OWN: limits.least}))
+        self.set_rooms(rooms)
+        return Wanted(found, width, learner_slots)
 
     def _plans_in_pools(self, lengths: np.ndarray, tokens: np.ndarray, engine: Pool) -> list[Plan]:
         """Return the frontier over all pools with room. `engine`: what engines of any pool have in common.

@@ -18,11 +18,6 @@ class RankLayout:
     tensor_parallel: int = 1
     sequence_parallel: int = 1
 
-    @property
-    def settings(self) -> dict[str, int]:
-        """Return the layout as settings of the recipe, but for the number of ranks, which may be `auto`."""
-        return {"learner.tensor_parallel": self.tensor_parallel, "learner.zero_stage": self.zero_stage}
-
     def __str__(self) -> str:
         shared = {"ZeRO": self.zero_stage, "tensor parallel": self.tensor_parallel, "sequence parallel": self.sequence_parallel}
         sharing = [f"{what} {size}" for what, size in shared.items() if size > (what != "ZeRO")]

@@ -38,14 +38,19 @@ def rank_layouts(
     layouts = {}
     for count in counts:
         division = left_open if count > fewest else {}
-        if (found := _fitted(job.with_settings(settings_of(recipe, count) | division), find_room)) is not None:
+        if (found := _fitted(job.with_settings(_numbers(recipe, count) | division), find_room)) is not None:
             layouts[count] = learner_settings(found.recipe).layout
     first = before if before in layouts else min(layouts, default=fewest)
     return {first: layouts.get(first, replace(layout, ranks=fewest)), **layouts}
 
 
-def settings_of(recipe: Recipe, ranks: int) -> Settings:
-    """Return settings with numbers instead of `auto`."""
+def in_layout(job: RunMemory, layout: RankLayout) -> RunMemory:
+    """Return the job with the learner in a layout, and the other groups whose number of ranks is `auto` on as many as they have then."""
+    division = {"learner.tensor_parallel": layout.tensor_parallel, "learner.zero_stage": layout.zero_stage}
+    return job.with_settings(_numbers(job.recipe, layout.ranks) | division)
+
+
+def _numbers(recipe: Recipe, ranks: int) -> Settings:
     return {f"{name}.ranks": count for name, count in auto_ranks(recipe, ranks).items()}
 
 

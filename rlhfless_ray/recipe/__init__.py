@@ -160,6 +160,10 @@ class Recipe(RecipeFile):
         """Check engines, and ranks that share a model."""
         if self.rollout.min_actors > self.rollout.max_actors:
             yield "rollout.min_actors: must not exceed rollout.max_actors"
+        if self.functions.demand and self.cluster.pool:
+            yield "functions.demand: runs that share a pool would replace each other's announcement to Ray; set cluster.pool to false"
+        if self.functions.demand and not self.functions.elastic:
+            yield "functions.demand: plans decide what is announced, and functions.elastic is off; leave one of them out"
         if self.critic.tensor_parallel > 1 and self.learner.zero_stage == 3:
             yield "critic.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2"
         yield from mistakes_in_slices("learner", self.learner.sequence_parallel, self.lora)

@@ -57,6 +57,10 @@ class FunctionsConfig(Section):
     max_replacements: int = Field(3, ge=0)
     """Number of processes that may die or hang and be replaced before the run ends. Every step without such a fault adds one to this
     budget, up to the number. Processes whose node was lost or drained do not count."""
+    demand: bool = False
+    """Tell Ray's autoscaler, with each plan, how many slots the cluster must have: those of the plan that the objective would choose if
+    nodes came for all engines that `rollout.max_actors` and `rollout.pools` allow. Needs `cluster.pool: false`, because Ray keeps one
+    announcement for a cluster. At the end of the run nothing is asked for."""
     notice: AddressOrPath = ""
     """Where a node reads that it will be taken away: `aws`, `gcp` or `azure` for the metadata server of that cloud, a URL, or a file. Each
     node reads its own, every second. With `{address}` in it the driver's node reads it for every node's address (docs/spot.md). Empty:

@@ -142,6 +142,7 @@ OF_STAGES: tuple[UnusedKeys[SupervisedRecipe], ...] = (
 ON_CPU = "rollout.gpu_memory_share", "slots are CPU cores"
 ON_GPU = "rollout.kv_cache_mb learner.max_slots_per_rank", "slots are GPUs"
 ON_PRIVATE = "cluster.pool cluster.share cluster.priority", "this Ray has no other runs"
+WITHOUT_AUTOSCALER = "functions.demand", "the run starts its own Ray, to which no node can come"
 ON_ONE_NODE = "functions.notice", "this Ray has one node, and a run ends with it"
 ON_JOINED = "cluster.cpus cluster.local_nodes cluster.object_store_mb", "they are for a Ray that the run starts, and it joins one"
 
@@ -156,7 +157,7 @@ def without_effect(recipe: Recipe | SupervisedRecipe, resource: str = "", *, pri
     if resource:
         found.append(ON_CPU if resource == "cpu" else ON_GPU)
     if private is not None:
-        found += [ON_PRIVATE] if private else [ON_JOINED]
+        found += [ON_PRIVATE, WITHOUT_AUTOSCALER] if private else [ON_JOINED]
         found += [ON_ONE_NODE] if private and not recipe.cluster.local_nodes else []
     for keys, why in found:
         yield from sentences(recipe, keys.split(), why)

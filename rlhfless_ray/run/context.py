@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.step_timer import StepTimer
+from rlhfless_ray.functions.demand import NoDemand
 from rlhfless_ray.functions.instance import ProcessLost
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Span
@@ -30,6 +31,7 @@ class RunContext:
     record: RunRecorder
     autoscaler: Autoscaler
     limits: Callable[[], Limits]  # returns how many engines recipe and cluster allow now
+    demand: NoDemand = field(default_factory=NoDemand)  # what the cluster's autoscaler is told
 
     def most_engines(self, width: int) -> int:
         """Return the maximum number of engines of `width` slots now, at least the fewest for which a rollout waits."""

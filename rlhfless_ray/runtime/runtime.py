@@ -32,12 +32,11 @@ from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.engine_pools import EnginePools
 from rlhfless_ray.functions.pool_client import PoolClient, join_pool
-from rlhfless_ray.learn.rank_settings import RankLayout
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.loop import steps
 from rlhfless_ray.preflight.memory_check import check, cluster_room
-from rlhfless_ray.preflight.rank_layouts import rank_layouts, settings_of
+from rlhfless_ray.preflight.rank_layouts import in_layout, rank_layouts
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.recipe.changes import Changes, changes
@@ -142,11 +141,10 @@ class Runtime:
             slots = self.cluster.check_size(resource)
             check_kernels(self.recipe, resource)
             check_engines(self.recipe, config_of(self.inputs.files), resource)
-            job = self.inputs.memory_fit.job
             before = checkpoint[2].get("autoscaler", {}).get("learner_ranks") if self.resume and checkpoint else None
             find_room = partial(cluster_room, self.cluster, self.recipe, resource)
-            self.rank_layouts = rank_layouts(job, self.given.learner, find_room, slots, before)
-            job = job.with_settings({**settings_of(self.recipe, self.first_layout.ranks), **self.first_layout.settings})
+            self.rank_layouts = rank_layouts(self.inputs.memory_fit.job, self.given.learner, find_room, slots, before)
+            job = in_layout(self.inputs.memory_fit.job, next(iter(self.rank_layouts.values())))
             note = check(job, find_room)
             least = job.least_mb() if resource == "cpu" else {}
             if not self.resume:
@@ -274,7 +272,7 @@ class Runtime:
     def _join_pool(self, resource: str) -> PoolClient:
         """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""
         recipe = self.recipe
-        ranks, engines = self.first_layout.ranks, recipe.rollout.min_actors * recipe.rollout.least_width
+        ranks, engines = next(iter(self.rank_layouts)), recipe.rollout.min_actors * recipe.rollout.least_width
         least = max(ranks + engines if recipe.rollout.rolls_out_ahead else max(ranks, engines), recipe.reward.tensor_parallel)
         return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, self._say)
 
@@ -292,7 +290,7 @@ class Runtime:
         for message in {engine.note: 0 for engine in engines.values() if engine.note}:
             record.progress.message(message)
         if self.shared_pool is not None:
-            self.autoscaler.criteria.bids = MarketBids(self.shared_pool, self.autoscaler.criteria.objective, self.first_layout.ranks)
+            self.autoscaler.criteria.bids = MarketBids(self.shared_pool, self.autoscaler.criteria.objective, next(iter(self.rank_layouts)))
         pools = EnginePools(self.leases.pools, rollout.least_width, self._learner_node, record.progress.message)
         most = {width: rollout.max_actors // (width if chooses_width else 1) for width in engines}
         limits = partial(pools.limits, most, rollout.min_actors)
@@ -307,11 +305,6 @@ class Runtime:
         state = SavedState(stages, session, self.folder, inputs, self.steps_done, resume_changed=self.resume_changed)
         records = StepRecords(stages, session, state, memory_of_step, self._write_result, not private)
         return RunParts(stages, session, Updates(stages, session, records), Evaluations(stages, records), records, state)
-
-    @property
-    def first_layout(self) -> RankLayout:
-        """The layout in which the learner begins."""
-        return next(iter(self.rank_layouts.values()))
 
     def _make_groups(self) -> GroupsInFlight:
         return GroupsInFlight(self.recipe)

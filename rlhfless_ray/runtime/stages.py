@@ -14,6 +14,7 @@ from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
 from rlhfless_ray.agent.episode_source import EpisodeSource
 from rlhfless_ray.engine.engine_settings import engine_settings
+from rlhfless_ray.functions.demand import make_demand
 from rlhfless_ray.functions.engine_pools import EnginePools
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -63,6 +64,7 @@ class Stages:
         resource, files, reward, longest = context.leases.resource, inputs.files, inputs.reward_source, inputs.lengths.longest_prompt
         if resource == "cpu":
             check_kv(context.recipe, files, longest)
+        context.demand = make_demand(context.recipe, resource, pools.pools.kinds)
         recipe = with_publish(context.recipe, files, resource)
         make = PoolMaker(recipe, context.broker, files, context.record.progress.message, give_back_at_once=at_once)
         critic = reference = prefix = drafter = None
@@ -134,7 +136,7 @@ class Stages:
         return self.rollout.pool.replacements + self.score.pool.replacements + (self.agents.replaced if self.agents else 0)
 
     def close(self) -> None:
-        """End every process. Their leases stay."""
+        """End every process, and ask for no further nodes. Leases stay."""
         for pool in self.pools():
             if self.prefix is None or pool is not self.prefix.pool:
                 pool.close()
@@ -142,6 +144,7 @@ class Stages:
             self.prefix.close()
         if self.agents is not None:
             self.agents.close()
+        self.context.demand.close()
 
 
 def _agents(context: RunContext, source: EpisodeSource, files: Files, longest_prompt_tokens: int, faults: FailureBudget) -> AgentProcesses:

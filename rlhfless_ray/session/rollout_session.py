@@ -6,6 +6,7 @@ responses, and when engines take new weights.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -106,8 +107,7 @@ class RolloutSession:
         learner_slots, rest_actors, rooms, learner = 0, 0, dict[int, dict[int, int]](), list[list[Lease]]()
 
         def room(learner: list[list[Lease]]) -> dict[int, int]:
-            held = [lease for leases in learner for lease in leases]
-            return {width: limits.engines(width, held) for width in limits.most}
+            return {width: limits.engines(width, itertools.chain(*learner)) for width in limits.most}
 
         counts = room([])
         if self.update is not None and self.mode.begins_beside_update:  # engines get the slots that the learner leaves
@@ -119,8 +119,7 @@ class RolloutSession:
             learner_slots = sum(map(len, learner))
             counts = room(learner)
         if limits.pools:
-            held = [lease for leases in learner for lease in leases]
-            autoscaler.frontiers.set_rooms({width: limits.by_pool(width, held) for width in limits.most})
+            autoscaler.frontiers.set_rooms({width: limits.by_pool(width, itertools.chain(*learner)) for width in limits.most})
         least, warm = limits.fewest(now), self.stage.warm
         others = {width: (n, warm(width)) for width, n in counts.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
@@ -135,6 +134,7 @@ class RolloutSession:
             rooms=rooms,
             rest_actors=rest_actors,
         )
+        self.context.demand.announce(lambda: autoscaler.frontiers.wanted(scenarios.lengths, step.prompts, limits, learner_slots))
         self.tell_troubles(step)  # now, because the rollout may end the run
         return replace(plan, pools=autoscaler.frontiers.pools_of(plan.decision.plan)) if limits.pools else plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from placement.planning.plan import Plan
 from placement.pools import OWN, PoolKind
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.functions.demand import Wanted
+from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.step.engine_steps import EngineSteps
 from rlhfless_ray.types import EngineStep
 from tests.autoscaler.test_autoscaler import prompts, recipe, trained
@@ -48,6 +51,20 @@ def test_engines_of_all_pools_together_are_no_more_than_the_recipe_allows() -> N
     autoscaler = planner({"spot": 6, OWN: 4}, PoolKind("spot", {"market": "spot"}, price_per_hour=1.0))
     plans = plans_of(autoscaler, most=4)
     assert max(plan.actors for plan in plans) == 4 and plans[0].time_s < plans[-1].time_s
+
+
+def test_nodes_are_wanted_for_the_plan_that_would_be_made_with_them() -> None:
+    """One slot is there. The fastest plan wants all that the recipe allows, at most as many as a pool may have."""
+    spot = PoolKind("spot", {"market": "spot"}, price_per_hour=1.0, max_slots=3)
+    limits = Limits({"node": 1}, {1: 6}, pools={"node": OWN}, caps={"spot": 3})
+    found = {}
+    for prefer in (0.0, 1.0):
+        autoscaler = planner({"spot": 0, OWN: 1}, spot, objective={"prefer": prefer})
+        found[prefer] = autoscaler.frontiers.wanted(LENGTHS, prompts(len(LENGTHS) // 4), limits, 2)
+        assert autoscaler.frontiers.rooms == {1: {"spot": 0, OWN: 1}}, "the plan itself has what is there"
+    assert replace(found[1.0], engines={}) == Wanted({}, 1, learner=2)
+    assert sum(found[1.0].engines.values()) == 6 and found[1.0].engines.get("spot", 0) <= 3
+    assert set(found[0.0].engines) == {"spot"} and found[0.0].engines["spot"] <= 3
 
 
 def test_pool_without_room_is_in_no_plan() -> None:
