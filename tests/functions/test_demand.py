@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def autoscaled(no_ray: None) -> Iterator[None]:
+def autoscaled(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A head with two cores. Up to `MOST` nodes of one core come when they are asked for, and go after 6 s without work."""
     folder, port = Path(tempfile.mkdtemp()), free_port()  # sockets need a short path
     address = f"{ray.util.get_node_ip_address()}:{port}"
@@ -64,6 +64,7 @@ def autoscaled(no_ray: None) -> Iterator[None]:
         f"--ray-client-server-port={free_port()}",
         f"--autoscaling-config={folder / 'cluster.json'}",
     ]
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     environment = {**os.environ, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     log = (folder / "head.log").open("w")
     head = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
