@@ -32,6 +32,11 @@ class PromptImage:
     def tokens(self) -> int:
         return self.grid[0] * self.grid[1]
 
+    @property
+    def key(self) -> tuple[str, tuple[int, int]]:
+        """What its pixel values depend on."""
+        return self.digest, self.grid
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -25,7 +25,7 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8700,
     idle_s: Annotated[float, typer.Option("--idle-s", min=0, help="A tenant that sends nothing for so long gives its slot back.")] = 5.0,
 ) -> None:
-    """Serve models that clients train over HTTP. A model leases a slot while it works, and none while nobody calls.
+    """Serve models that clients train over HTTP. A model leases a slot while it works, and none while it is idle.
 
     rlhfless serve --tinker --model Qwen/Qwen3-0.6B=models/qwen3 --key alice=tml-alice
     """

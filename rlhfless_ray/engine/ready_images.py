@@ -7,9 +7,7 @@ and its pixel values, so all that it asks of a processor is how many tokens an i
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -29,7 +27,6 @@ ARGUMENTS = {
     "mm_processor_cache_gb": 0,
     "limit_mm_per_prompt": {"image": 999, "video": 0},
 }
-MOST_ITEMS = 512  # images that an engine keeps in vLLM's form
 
 
 class ReadyImagesInfo(BaseProcessingInfo):
@@ -74,7 +71,6 @@ class ImageItems:
     def __init__(self, config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """`files`: see `image_files`."""
         self.processor = ImageProcessor(config, files)
-        self.items: OrderedDict[PromptImage, MultiModalKwargsItem] = OrderedDict()
 
     def prompt(self, token_ids: list[int], salt: str, pictures: Sequence[PromptImage]) -> dict[str, Any]:
         """Return a prompt with images, as vLLM's renderer would. The salt names the weights under which images are encoded."""
@@ -88,16 +84,10 @@ class ImageItems:
         }
 
     def _item(self, picture: PromptImage) -> MultiModalKwargsItem:
-        key = replace(picture, offset=0, content=None)
-        if key not in self.items:
-            values, grid = self.processor.pixels(picture)
-            fields = {
-                "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([len(values)])),
-                "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-            }
-            inputs: Any = {"pixel_values": torch.from_numpy(values), "image_grid_thw": torch.from_numpy(grid)[None]}
-            self.items[key] = MultiModalKwargsItems.from_hf_inputs(inputs, fields)["image"][0]
-            if len(self.items) > MOST_ITEMS:
-                self.items.popitem(last=False)
-        self.items.move_to_end(key)
-        return self.items[key]
+        values, grid = self.processor.pixels(picture)
+        fields = {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([len(values)])),
+            "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        }
+        inputs: Any = {"pixel_values": torch.from_numpy(values), "image_grid_thw": torch.from_numpy(grid)[None]}
+        return MultiModalKwargsItems.from_hf_inputs(inputs, fields)["image"][0]

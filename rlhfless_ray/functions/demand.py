@@ -34,7 +34,7 @@ class NoDemand:
 
 
 class NodeDemand(NoDemand):
-    """Announces slots to Ray's autoscaler. Ray keeps the newest announcement of a cluster, whoever made it, until there is another one.
+    """Announce slots to Ray's autoscaler. Ray keeps the newest announcement of a cluster, whoever made it, until there is another one.
 
     It asks for all slots that the cluster must have, whether these are in use or not. Placement groups that wait would be granted slots of
     the run's own between two phases.

@@ -71,11 +71,10 @@ class PaddedWithImages:
             positions[:, row, :prompt] = of_prompt
             for picture in pictures[row]:
                 in_image[row, picture.offset : picture.offset + picture.tokens] = True
-                key = picture.digest, picture.grid
-                if key not in number_of:
-                    number_of[key] = len(number_of)
+                if picture.key not in number_of:
+                    number_of[picture.key] = len(number_of)
                     pixels.append(self.processor.pixels(picture))
-                image_of.append(number_of[key])
+                image_of.append(number_of[picture.key])
         arrays = {
             "positions": positions,
             "in_image": in_image,

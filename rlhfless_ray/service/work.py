@@ -68,14 +68,14 @@ def passes_of(request: PassesRequest, vocabulary: int, longest: int) -> TokenPas
             if ids.min() < 0 or ids.max() >= vocabulary:
                 raise ClientMistake(f"{where}.{name}: has a token outside of the vocabulary of {vocabulary}")
         sequences.append((tokens, given))
-    none = np.zeros(0, np.float32)
     batch = Batch.of(
         [
             ((int(tokens[0]),), np.append(tokens[1:], given["target_tokens"][-1]), np.zeros(len(tokens), np.float32), 0.0, number)
             for number, (tokens, given) in enumerate(sequences)
         ]
     )
-    kinds = {name: np.int64 if name == "target_tokens" else np.float32 for name in needed}
-    inputs = {name: np.concatenate([none, *(given[name] for _, given in sequences)]).astype(kind) for name, kind in kinds.items()}
-    inputs["target_tokens"] = np.concatenate([given["target_tokens"] for _, given in sequences]).astype(np.int64)
+    inputs = {
+        name: np.concatenate([given[name] for _, given in sequences]).astype(np.int64 if name == "target_tokens" else np.float32)
+        for name in needed
+    }
     return TokenPasses(batch, inputs, request.loss, {**loss.config, **request.config}, not request.forward_only)

@@ -59,7 +59,7 @@ class ImageProcessor:
     def __init__(self, config: Mapping[str, Any], files: Mapping[str, Any], max_pixels: int | None = None) -> None:
         """`config`: the policy's config.json. `files`: those of `image_files`. `max_pixels`: `read` makes larger images smaller."""
         self.config, self.files, self.max_pixels = config, files, max_pixels
-        self.kept: OrderedDict[PromptImage, Pixels] = OrderedDict()
+        self.kept: OrderedDict[tuple[str, tuple[int, int]], Pixels] = OrderedDict()
         self.kept_bytes = 0
 
     @cached_property
@@ -94,9 +94,8 @@ class ImageProcessor:
 
     def pixels(self, picture: PromptImage) -> Pixels:
         """Return the pixel values of an image, resized to its grid. In a run its bytes come from the object store."""
-        key = replace(picture, offset=0, content=None)
-        if (known := self.kept.get(key)) is not None:
-            self.kept.move_to_end(key)
+        if (known := self.kept.get(picture.key)) is not None:
+            self.kept.move_to_end(picture.key)
             return known
         content = picture.content
         if not isinstance(content, bytes):
@@ -107,7 +106,7 @@ class ImageProcessor:
         image = decoded(content).resize((columns * factor, rows * factor), self.processor.resample)
         made = self.processor.preprocess(image, do_resize=False, return_tensors="np")
         found = Pixels(made["pixel_values"].astype(np.float32, copy=False), made["image_grid_thw"][0])
-        self.kept[key] = found
+        self.kept[picture.key] = found
         self.kept_bytes += found.values.nbytes
         while self.kept_bytes > MOST_CACHED_BYTES and len(self.kept) > 1:
             self.kept_bytes -= self.kept.popitem(last=False)[1].values.nbytes

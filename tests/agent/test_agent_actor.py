@@ -19,10 +19,10 @@ from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.agent.sampling_params import SamplingParams
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.engine.stop_strings import StopStrings
-from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt
-from rlhfless_ray.weights.tiny_model import scratch_policy
+from rlhfless_ray.weights.tensor_file import Files
+from tests.agent.policy_files import policy_files
 
 AGENT = """
 import asyncio, os, time
@@ -69,13 +69,12 @@ class AgentExecutor(AgentExecutorBase):
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, bytes]:
-    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 32, "layers": 1}})
-    return {name: content for name, content in scratch_policy(recipe, task("chain")).items() if not name.endswith(".safetensors")}
+def files() -> Files:
+    return policy_files()
 
 
 @pytest.fixture
-def made(tmp_path: Path, files: dict[str, bytes]) -> Iterator[Callable[..., AgentActor]]:
+def made(tmp_path: Path, files: Files) -> Iterator[Callable[..., AgentActor]]:
     actors = []
 
     def make(text: str = AGENT, timeout_s: float = 20.0, **more: Any) -> AgentActor:
@@ -243,7 +242,7 @@ def test_a_dry_run_finds_mistakes_before_the_run(tmp_path: Path, files: dict[str
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_processes")
-def test_a_dry_run_accepts_a_valid_agent(tmp_path: Path, files: dict[str, bytes]) -> None:
+def test_a_dry_run_accepts_a_valid_agent(tmp_path: Path, files: Files) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "agent": {"path": str(tmp_path / "agent.py")}})
     dry_play(recipe, AgentSource.load(recipe.agent.path), [Prompt(0, "12=", (3, 4, 5), {"answer": "3"})], files)

@@ -16,9 +16,8 @@ from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.messages import EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.door.command_agent import CommandSource
-from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.tiny_model import scratch_policy
+from rlhfless_ray.weights.tensor_file import Files
+from tests.agent.policy_files import policy_files
 
 OPENAI = """
 import json, sys
@@ -95,13 +94,12 @@ if mode == "hostile":
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, bytes]:
-    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 32, "layers": 1}})
-    return {name: content for name, content in scratch_policy(recipe, task("chain")).items() if not name.endswith(".safetensors")}
+def files() -> Files:
+    return policy_files()
 
 
 @pytest.fixture
-def made(tmp_path: Path, files: dict[str, bytes]) -> Iterator[Callable[..., AgentActor]]:
+def made(tmp_path: Path, files: Files) -> Iterator[Callable[..., AgentActor]]:
     actors = []
 
     def make(program: str, timeout_s: float = 30.0, programs: int = 4) -> AgentActor:
