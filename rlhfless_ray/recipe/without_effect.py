@@ -134,6 +134,7 @@ OF_STAGES: tuple[UnusedKeys[SupervisedRecipe], ...] = (
     UnusedKeys("learner.share_prompts", "a row of the task is one sequence", lambda r: r.task not in PAIRED),
     UnusedKeys("price.rollout_slot_per_hour", "a supervised stage has no rollout", lambda _: True),
     UnusedKeys("learner.nodes", "a supervised stage takes any node", lambda _: True),
+    UnusedKeys("learner.train_vision", "a supervised stage reads no images", lambda _: True),
     UnusedKeys("price.parked_share", "a supervised stage parks no processes", lambda _: True),
     UnusedKeys("checkpoint.keep", "checkpoint.every_steps is 0, so there is one checkpoint", lambda r: not r.checkpoint.has_regular),
     UnusedKeys("watch.samples_per_step", "a supervised stage draws no samples", lambda _: True),

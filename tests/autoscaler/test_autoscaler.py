@@ -25,6 +25,7 @@ from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.pending import Pending
+from rlhfless_ray.functions.demand import NoDemand
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.functions.pool_view import view_of
@@ -558,7 +559,7 @@ def test_a_failed_plan_is_told_before_its_rollout_begins(monkeypatch: pytest.Mon
     session, said, autoscaler = RolloutSession.__new__(RolloutSession), list[str](), Autoscaler(recipe(), SPEED)
     record = SimpleNamespace(progress=SimpleNamespace(message=said.append))
     limits = Limits({"spot": 4}, {1: 4})
-    session.context = SimpleNamespace(limits=lambda: limits, autoscaler=autoscaler, record=record)  # type: ignore[assignment]
+    session.context = SimpleNamespace(limits=lambda: limits, autoscaler=autoscaler, record=record, demand=NoDemand())  # type: ignore[assignment]
     session.mode, session.stage = recipe().rollout.mode, SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
     step = Step(3)
     step.prompts, step.forecast = prompts(), autoscaler.predictor.forecast(prompts(), 3)
@@ -584,7 +585,7 @@ def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_th
     learner = SimpleNamespace(counts=[1, 2, 4])
     autoscaler = SimpleNamespace(engines=SimpleNamespace(width=1), plan=plan, learner=learner, troubles=[])
     leases, limits = SimpleNamespace(resource="cpu"), Limits({"spot": 4}, {1: 4})
-    session.context = SimpleNamespace(limits=lambda: limits, autoscaler=autoscaler, leases=leases)  # type: ignore[assignment]
+    session.context = SimpleNamespace(limits=lambda: limits, autoscaler=autoscaler, leases=leases, demand=NoDemand())  # type: ignore[assignment]
     step = Step(1)
     step.prompts, step.forecast = prompts(), None  # type: ignore[assignment]
     session._plan(step)

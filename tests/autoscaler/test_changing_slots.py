@@ -12,6 +12,7 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.common.pending import Pending
+from rlhfless_ray.functions.demand import NoDemand
 from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.functions.worker_pool import NoRoom
 from rlhfless_ray.session.rollout_session import RolloutSession
@@ -31,7 +32,7 @@ class Run:
         self.autoscaler.terms.cold_start = Term(1e4)  # so that no change of a pool pays, unless it has to be
         leases, record = SimpleNamespace(resource="cpu"), SimpleNamespace(progress=SimpleNamespace(message=self.said.append))
         session.context = SimpleNamespace(  # type: ignore[assignment]
-            limits=lambda: self.limits, leases=leases, record=record, autoscaler=self.autoscaler
+            limits=lambda: self.limits, leases=leases, record=record, autoscaler=self.autoscaler, demand=NoDemand()
         )
         session.mode, session.stage = own.rollout.mode, SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
 
