@@ -338,7 +338,7 @@ def test_quality_compares_with_the_clairvoyant_plan_and_the_bounds():
 def test_a_pool_shrinks_where_idle_engines_bring_no_time():
     auto = trained(Autoscaler(recipe(objective={"prefer": 0.0}), SPEED))
     auto.actors, auto.terms.warm_start = 8, Term(1.0)
-    found = [auto.plan(auto.predictor.forecast(prompts(), step), prompts(), 8, step=step, warm=8) for step in (7, 8, 9)]
+    found = [auto.plan(auto.predictor.forecast(prompts(), step), prompts(), 8, step=step, warm=8) for step in (7, 8, 9, 10)]
     assert found[-1].decision.action == "Shrink" and found[-1].actors < 8, found[-1].reason
 
 
