@@ -33,6 +33,14 @@ def _context() -> Any:
     return context
 
 
+@lru_cache(1024)
+def _at_point(name: str, point: int) -> Number:
+    """Return a variable's irrational number from 1.2 to 2.4: positive at the points 0 and 1, negative at 2, of either sign at others."""
+    seed = zlib.crc32(f"{name} {point}".encode())
+    size = _context().sqrt(seed % 999983 + 400000) / 500
+    return -size if point == 2 or (point > 2 and seed % 2 == 0) else size
+
+
 class ExpressionEvaluation:
     """Evaluate trees within `MAX_WORK` in all. Values are Fractions where they are exact, else numbers of mpmath."""
 
@@ -75,10 +83,7 @@ class ExpressionEvaluation:
         return value
 
     def _variable(self, name: str) -> Number:
-        """Return an irrational number from 1.2 to 2.4: positive at the points 0 and 1, negative at 2, of either sign at others."""
-        seed = zlib.crc32(f"{name} {self.point}".encode())
-        size = _context().sqrt(seed % 999983 + 400000) / 500
-        return -size if self.point == 2 or (self.point > 2 and seed % 2 == 0) else size
+        return _at_point(name, self.point)
 
     def _constant(self, name: str) -> Number:
         context = _context()

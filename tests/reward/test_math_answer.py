@@ -213,7 +213,7 @@ def test_no_answer_breaks_the_judge(answer: str) -> None:
     for gold in GOLDS:
         start = time.process_time()
         assert math_reward("", f"#### {answer}", {"answer": gold}) == 0.0
-        assert time.process_time() - start < 0.3, gold  # the longest takes 0.06 to 0.13 s; what grows faster than it should, many seconds
+        assert time.process_time() - start < 0.1, gold
 
 
 def test_large_answers_that_are_right() -> None:
