@@ -143,7 +143,7 @@ def test_only_the_fork_server_imports_other_folders_by_their_names() -> None:
 
 
 def test_what_is_for_laptops_has_one_door_each() -> None:
-    room, doors = "rlhfless_ray.local.laptop.", {"local_ray", "forked_workers", "cpu_bfloat16"}
+    room, doors = "rlhfless_ray.local.laptop.", {"local_ray", "forked_workers", "cpu_bfloat16", "processor"}
     graph = graph_of("rlhfless_ray")
     used = {other for name, imported in graph.items() if not name.startswith(room) for other in imported if other.startswith(room)}
     assert used == {f"{room}{door}" for door in doors}

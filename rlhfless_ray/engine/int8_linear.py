@@ -18,9 +18,13 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rlhfless_ray.common.json_types import JsonObject
+from rlhfless_ray.local.laptop.processor import has_int8
 
 METHOD = "rlhfless_int8"
 LARGEST = 127
+# Without instructions that multiply 8 bits (VNNI, AMX), oneDNN on x86 adds each two products of an input, shifted to 0 … 255, and a weight
+# in 16 bits, which saturate: https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html. 2 · 255 · 63 stays below 2¹⁵.
+LARGEST_IN_16_BITS = 63
 SMALLEST_SCALE = 1e-8  # scale of rows of zeros
 
 
@@ -39,7 +43,8 @@ class Int8Linear(OnlineLinearBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):  # vLLM resets it before each load
             return
         weight = layer.weight.float()
-        scale = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE)
+        largest = LARGEST if weight.device.type != "cpu" or has_int8() else LARGEST_IN_16_BITS
+        scale = (weight.abs().amax(1, keepdim=True) / largest).clamp_min(SMALLEST_SCALE)
         replace_parameter(layer, "weight", (weight / scale).round().to(torch.int8))
         replace_parameter(layer, "weight_scale", scale)
         layer.input_scale = layer.input_zero_point = layer.azp_adj = None

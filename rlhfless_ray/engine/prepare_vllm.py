@@ -32,6 +32,7 @@ COMPILER = ("torch._inductor.lowering",)  # vLLM patches it if it can be importe
 # vLLM imports these only while it builds an engine, 0.1 CPU seconds under a lease
 BUILDING = ("vllm.model_executor.layers.quantization.online.base", "vllm.renderers.hf")
 _registered: set[str] = set()  # architectures that `prepare` has seen in this process
+_packers: list[Callable[..., Any]] = []  # vLLM's function that packs weights, once `_pack_others` stands in its place
 
 
 def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
@@ -85,11 +86,21 @@ def use_fast_products(dtype: str, on_cpu: bool) -> None:
     """Replace slow bfloat16 products on CPU, see `cpu_bfloat16`. vLLM then leaves linear layers to PyTorch, without packed weights.
 
     Call it before a model with weights of this dtype is built. Attention and experts have vLLM's own kernels, which multiply in float32.
+    Layers of other dtypes keep packed weights, in engines that this process builds later too.
     """
     if use_float32_products(dtype, "cpu" if on_cpu else "gpu"):
         from vllm import _custom_ops
 
-        _custom_ops._supports_onednn = False
+        if _custom_ops.create_onednn_mm is not _pack_others:
+            _packers.append(_custom_ops.create_onednn_mm)
+            _custom_ops.create_onednn_mm = _pack_others
+
+
+def _pack_others(weight: Any, sizes: int) -> Any:
+    """Pack the weights of a linear layer, unless they are bfloat16. vLLM (0.32) leaves a layer to PyTorch when packing raises this."""
+    if str(weight.dtype) == "torch.bfloat16":
+        raise RuntimeError("bfloat16 products are computed in float32")
+    return _packers[0](weight, sizes)
 
 
 def _configure_logging() -> None:

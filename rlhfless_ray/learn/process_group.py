@@ -9,6 +9,7 @@ import socket
 import psutil
 
 INTERFACES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}  # variables of the backends, which listen too
+_own: list[bool] = []  # not empty while this process is in a group that `join_process_group` initialized
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -43,7 +44,9 @@ def join_process_group(rendezvous: tuple[str, int] | None, rank: int, ranks: int
         # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
         setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
     if dist.is_initialized() or rendezvous is None:
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it, and not all who initialize set it, such as vLLM
         return
+    _own.append(True)
     address, port = rendezvous
     backend = "nccl" if device == "cuda" else "gloo"
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_SIZE="1")
@@ -58,15 +61,17 @@ def join_process_group(rendezvous: tuple[str, int] | None, rank: int, ranks: int
 
 
 def leave_process_group() -> None:
-    """Leave the process group, so that this process can join another one. The engines that used it must be gone."""
-    import torch.distributed as dist
+    """Leave the process group, so that this process can join another one. The engines that used it must be gone.
 
-    if not dist.is_initialized():
+    A group that something else initialized stays.
+    """
+    if not _own:
         return
     import deepspeed.comm as communication
 
     communication.destroy_process_group()
     communication.comm.cdb = None  # else DeepSpeed would use the backend object of the group that has ended
+    _own.clear()
 
 
 def own_address_towards(address: str) -> str:

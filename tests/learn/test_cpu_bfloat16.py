@@ -161,7 +161,7 @@ def judged_and_timed(limit: str) -> tuple[bool, float]:
     """Return the judgement, and the time of bfloat16 products over float32 ones, in a process of its own, where kernels are chosen."""
     code = """if True:
         import time, torch
-        from rlhfless_ray.local.laptop.cpu_bfloat16 import has_bfloat16
+        from rlhfless_ray.local.laptop.processor import has_bfloat16
         def best_s(dtype):
             a, b, times = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype), []
             for _ in range(20):

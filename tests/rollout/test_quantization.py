@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -78,3 +82,30 @@ def test_a_continued_response_has_the_same_tokens(engine: Any) -> None:
     found = np.split(rest.token_ids, np.cumsum(rest.counts)[:-1])
     for key, tokens in zip(rest.keys.tolist(), found, strict=True):
         assert [*halves[key], *tokens.tolist()] == whole[key].token_ids.tolist()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the limit is one of x86")
+def test_largest_products_do_not_saturate_without_instructions_for_8_bits() -> None:
+    """Sums are those of whole numbers in a process held to AVX2, and with larger weights they are not: kernels are chosen once."""
+    code = """if True:
+        import torch
+        from rlhfless_ray.engine.prepare_vllm import prepare
+        prepare()
+        from vllm import _custom_ops as ops
+        from rlhfless_ray.engine import int8_linear
+        assert not int8_linear.has_int8()
+        for symmetric in (True, False):
+            for largest, exact in ((int8_linear.LARGEST_IN_16_BITS, True), (int8_linear.LARGEST, False)):
+                weight, inputs = torch.full((64, 128), largest, dtype=torch.int8), torch.ones(3, 128)
+                inputs[:, 0] = 0
+                scales = torch.ones(64, 1)
+                kernel = ops.create_onednn_scaled_mm(weight.t(), scales, torch.float32, True, not symmetric, 32)
+                whole, by_row, zeros = ops.onednn_scaled_int8_quant(inputs, None, None, symmetric)
+                adjust = None if symmetric else weight.sum(1, keepdim=True, dtype=torch.float32).t().contiguous()
+                out, wanted = torch.empty(3, 64), inputs @ weight.t().float()
+                ops.onednn_scaled_mm(kernel, whole, out, by_row, zeros, adjust, None)
+                assert torch.allclose(out, wanted, rtol=1e-2) == exact, (symmetric, largest, out[0, 0], wanted[0, 0])
+    """
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr

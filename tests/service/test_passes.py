@@ -119,16 +119,16 @@ def test_step_is_that_of_torch_with_the_clients_settings(rank: ModelRank, folder
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     wanted = expected(folder, "cross_entropy")[0]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.1)
     for name, parameter in model.named_parameters():
         parameter.grad = wanted[name].clone()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     rank.work(passes_of(request("cross_entropy", data()), VOCABULARY, 512))
-    done = rank.work(AdamStep(3e-3, 0.8, 0.9, 1e-7, 0.1, 0.5))
+    done = rank.work(AdamStep(3e-3, 0.8, 0.9, 1e-4, 0.1, 0.5))
     assert (done.grad_norm, done.skipped) == (pytest.approx(float(norm), rel=1e-4), "")
     for name, parameter in rank.trainer.engine.module.model.named_parameters():
-        # Adam divides a gradient by its own size, so rounding of the smallest ones is seen in units of the learning rate
+        # Adam divides a gradient by its own size plus eps, which here is far above what processors round differently
         torch.testing.assert_close(parameter, model.get_parameter(name), atol=1e-5, rtol=1e-5)
 
 

@@ -10,32 +10,18 @@ forward and backward, in models of transformers, peft, DeepSpeed and vLLM alike.
 
 from __future__ import annotations
 
-import os
 import platform
 import warnings
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # names in /proc/cpuinfo, the last one on ARM
-LIMIT = "ONEDNN_MAX_CPU_ISA"  # environment variable: the newest instructions that the kernels may use
+from rlhfless_ray.local.laptop.processor import has_bfloat16
+
 BLOCK = 1 << 18  # elements of a block in float32, 1 MB: larger ones leave the cache, and were up to twice as slow
 WHOLE = 1 << 22  # elements of a matrix that becomes float32 as a whole, 17 MB
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-
-
-@cache
-def has_bfloat16() -> bool:
-    """Return whether PyTorch's kernels multiply bfloat16 by instructions of this processor.
-
-    Beside float32, their products took 0.5 times as long with them, 2.6 times with AVX-512 without them, and 60 times with AVX2.
-    """
-    limit = os.environ.get(LIMIT, "ALL")
-    words = Path("/proc/cpuinfo").read_text().split() if any(name in limit for name in ("ALL", "DEFAULT", "BF16", "AMX")) else []
-    return not INSTRUCTIONS.isdisjoint(words)
 
 
 def use_float32_products(dtype: str, device: str) -> bool:
