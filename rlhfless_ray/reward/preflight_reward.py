@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SERVER_S = 30.0  # wait for a server that the same script has just started
 CONNECT_S, POLL_S = 5.0, 0.5
-SLACK_S = 1.0  # for a call that returns just in time
+SLACK_S = 5.0  # for a call that returns just in time, on a machine that is busy with other work
 
 
 def dry_call(source: object, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, timeout_s: float, label_column: str = "") -> None:

@@ -70,7 +70,7 @@ def test_what_fails_for_every_response_is_named(body: str, words: str) -> None:
 )
 def test_a_function_that_nothing_interrupts_is_given_up_soon_after_its_limit(body: str) -> None:
     began_s = time.monotonic()
-    with pytest.raises(UserError, match=r"a dry call did not return within 2.2 s"):
+    with pytest.raises(UserError, match=r"a dry call did not return within 6.2 s"):
         called(f"import signal, time\ndef reward_func(q, p, l):\n    {body}", timeout_s=0.3)
     assert time.monotonic() - began_s < 40, "long before the limit of the process's start"
 
