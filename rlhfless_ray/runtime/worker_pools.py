@@ -29,6 +29,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.rank_actors import CriticActor, LearnerActor, ReferenceActor
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.local.laptop.processor import has_int4
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import large_page_environment
 from rlhfless_ray.preflight.check_policy import why_not_served
@@ -204,6 +205,8 @@ def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
         publish = choose_publish(lora.publish, served, resource, parameter_count(files), recipe.rollout.max_tokens)
     recipe = recipe.with_settings({"lora.publish": publish})
     check_kernels(recipe, resource)  # again: a base in 4 bits decides `lora.publish`
+    if resource == "cpu" and has_4_bits(config_of(files)) and not has_int4():
+        raise UserError("policy.path: its weights have 4 bits, for which vLLM needs AVX-512 on CPU; set it to the unquantised model")
     return recipe
 
 

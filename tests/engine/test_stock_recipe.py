@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rlhfless_ray.engine.exact_actor import ExactEngineActor
 from rlhfless_ray.engine.stock_actor import StockEngineActor
 from rlhfless_ray.preflight.check_policy import check_policy
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.runtime.worker_pools import ActorClasses
+from rlhfless_ray.runtime.worker_pools import ActorClasses, with_publish
 
 BASE: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
 
@@ -67,3 +68,16 @@ def test_a_base_of_4_bits_is_refused_with_the_reason(monkeypatch: pytest.MonkeyP
     recipe = Recipe.parse({**BASE, "rollout": {"engine": "stock"}, "lora": {"rank": 4}})
     with pytest.raises(UserError, match="its weights have 4 bits, and stock engines hold merged weights only"):
         check_policy(recipe, {"model_type": "qwen2", "num_attention_heads": 4, "num_hidden_layers": 2})
+
+
+def test_a_base_of_4_bits_is_refused_where_vllm_has_no_product_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    files = {"config.json": json.dumps({"model_type": "qwen2", "quantization_config": packed}).encode()}
+    recipe = Recipe.parse({**BASE, "lora": {"rank": 4}, "policy": {"dtype": "bfloat16"}, "learner": {"zero_stage": 1}})
+    monkeypatch.setattr("rlhfless_ray.runtime.worker_pools.has_int4", lambda: False)
+    with pytest.raises(UserError, match=r"policy\.path: its weights have 4 bits, for which vLLM needs AVX-512 on CPU"):
+        with_publish(recipe, files, "cpu")
+    assert with_publish(recipe, files, "gpu").lora.publish == "adapter"
+    monkeypatch.setattr("rlhfless_ray.runtime.worker_pools.has_int4", lambda: True)
+    assert with_publish(recipe, files, "cpu").lora.publish == "adapter"

@@ -55,6 +55,7 @@ def measure(dtype: str, stage: int) -> None:
         port = probe.getsockname()[1]
     trainer.join_process_group(("127.0.0.1", port))
     Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"num_hidden_layers": 1}))  # imports come before the first look
+    gc.collect()  # or that model may go after it
     before = own_bytes()
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=12, tie_word_embeddings=False)).to(getattr(torch, dtype))
     parameters = sum(p.numel() for p in model.parameters())
@@ -137,6 +138,7 @@ def measure_files(trainer: TrainerRank, dtype: str, folder: Path, size: int) -> 
     own = sum(values.nbytes for values in published.values())
     found = {"published": own / size, "publishing": publishing.most / size}
     for name, trained in (("model", False), ("average", True)):
+        gc.collect()
         with Peak() as writing:
             files = trainer.model_files(trained=trained)
         whole = size * (4 // getattr(torch, dtype).itemsize if trained else 1)  # averages are in float32

@@ -16,6 +16,7 @@ from learner_reference import load, logprobs
 from rlhfless_ray.engine.engine_settings import ServedAdapter
 from rlhfless_ray.learn.lora import LoraAdapters, saved_name
 from rlhfless_ray.learn.policy_model import load_model
+from rlhfless_ray.local.laptop.processor import has_int4
 from rlhfless_ray.recipe import LoraConfig
 from rlhfless_ray.types import Completion, Request
 from rlhfless_ray.weights.adapter import ADAPTABLE, SERVED_FAMILIES
@@ -108,6 +109,7 @@ def stored(files: dict[str, bytes]) -> dict[str, np.ndarray]:
     return {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
 
 
+@pytest.mark.skipif(not has_int4(), reason="this processor has no kernel for weights of 4 bits")
 def test_an_adapter_on_a_base_in_4_bits(new_engine: Callable[..., Any], tmp_path: Path) -> None:
     """Engines keep the 4 bits. They agree with the learner, which computes with their values, as two programs do in bfloat16."""
     files = pack_4_bits(policy("qwen2", dtype="bfloat16"))

@@ -31,3 +31,9 @@ def has_bfloat16() -> bool:
 def has_int8() -> bool:
     """Return whether products of 8 bits add up in 32 bits. Only x86 processors have other kernels."""
     return platform.machine() not in ("x86_64", "AMD64") or _has(*INT8)
+
+
+@cache
+def has_int4() -> bool:
+    """Return whether vLLM (0.32) on this processor multiplies by packed weights of 4 bits: its build for AVX2 does not."""
+    return platform.machine() not in ("x86_64", "AMD64") or "avx512f" in Path("/proc/cpuinfo").read_text().split()
